@@ -1,0 +1,383 @@
+"""REST messages of the control plane, `/v1`: typed once, used by the server and its clients.
+
+Keys travel as lower-case hex of the whole key. Times are seconds since the epoch (UTC),
+durations are seconds. Unknown fields in requests are errors; in answers they are ignored, so
+that a newer server can talk to an older client.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from kvstrata import errors
+from kvstrata.errors import Malformed
+from kvstrata.keys import MAX_KEY_BYTES, Key, split_key
+
+__all__ = [
+    "HTTP_STATUS",
+    "Command",
+    "CommandBatch",
+    "HeartbeatReply",
+    "HeartbeatRequest",
+    "HostUse",
+    "KeyOutcome",
+    "LookupReply",
+    "LookupRequest",
+    "NodeInfo",
+    "NodeList",
+    "NodePlacement",
+    "NodeRegistration",
+    "NodeState",
+    "Outcome",
+    "Problem",
+    "Progress",
+    "RegistrationReply",
+    "Report",
+    "ReportReply",
+    "SourceRef",
+    "StoreInfo",
+    "StoreRef",
+    "Tally",
+    "TransferInfo",
+    "TransferList",
+    "TransferRequest",
+    "TransferState",
+    "from_hex",
+]
+
+# The one table from conditions to HTTP. A 5xx means that asking again may help.
+HTTP_STATUS: dict[str, int] = {
+    errors.NamespaceMismatch.code: 409,
+    errors.Malformed.code: 422,
+    errors.Missing.code: 404,
+    errors.Corrupt.code: 502,
+    errors.Expired.code: 410,
+    errors.Busy.code: 503,
+    errors.NoSpace.code: 507,
+    errors.PeerRefused.code: 403,
+    errors.LinkBroken.code: 502,
+    errors.ConfigError.code: 500,
+}
+
+
+def from_hex(text: str) -> Key:
+    """A key from its hex form. Raises `Malformed`."""
+    try:
+        raw = bytes.fromhex(text)
+    except ValueError as e:
+        raise Malformed(f"key is not hexadecimal: {text[:80]!r}") from e
+    split_key(raw)
+    return Key(raw)
+
+
+def _check_key(text: str) -> str:
+    try:
+        from_hex(text)
+    except Malformed as e:
+        raise ValueError(str(e)) from e
+    return text.lower()
+
+
+HexKey = Annotated[str, Field(max_length=2 * MAX_KEY_BYTES), AfterValidator(_check_key)]
+HexDigest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._:-]+$")]
+Keys = Annotated[list[HexKey], Field(max_length=65_536)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class Problem(_Answer):
+    """RFC 9457 problem document. `code` is the error's name in `kvstrata.errors`."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str = ""
+    code: str = "error"
+    retryable: bool = False
+    errors: list[dict[str, Any]] = []
+
+
+# ---------------------------------------------------------------- nodes
+
+
+class StoreRef(_Request):
+    """A secondary tier that a node has attached. Nodes naming the same id share one store."""
+
+    id: Name
+    tier: Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class NodeRegistration(_Request):
+    """POST /v1/nodes. Repeating it is harmless; a new incarnation voids what the old one held."""
+
+    id: Name
+    incarnation: Name
+    peer_address: Annotated[str, Field(max_length=255)] | None = None
+    """Where other nodes reach its peer port (`tcp://10.0.0.7:7801`); None: can't be a source."""
+    transports: list[Name] = []
+    capacity_bytes: Annotated[int, Field(ge=0)] = 0
+    stores: Annotated[list[StoreRef], Field(max_length=64)] = []
+
+
+class RegistrationReply(_Answer):
+    node: str
+    incarnation: str
+    heartbeat_ttl: float
+    """Placements of a node silent for longer than this are no longer offered."""
+    next_seq: int = 0
+    """The `seq` the server expects in the next report of this incarnation."""
+
+
+class HostUse(_Request):
+    used_bytes: Annotated[int, Field(ge=0)]
+    capacity_bytes: Annotated[int, Field(ge=0)]
+    chunks: Annotated[int, Field(ge=0)]
+
+
+class HeartbeatRequest(_Request):
+    """PUT /v1/nodes/{id}/heartbeat"""
+
+    incarnation: Name
+    host: HostUse
+    healthy: bool = True
+    detail: Annotated[str, Field(max_length=2000)] = ""
+
+
+class HeartbeatReply(_Answer):
+    snapshot_wanted: bool = False
+    """The server missed a report: send everything (`Report.snapshot`)."""
+
+
+class NodeState(enum.StrEnum):
+    UP = "up"
+    SILENT = "silent"  # heartbeat overdue: its placements are not offered
+    GONE = "gone"  # deregistered
+
+
+class NodeInfo(_Answer):
+    id: str
+    incarnation: str
+    state: NodeState
+    peer_address: str | None
+    transports: list[str]
+    host: HostUse
+    stores: list[StoreRef]
+    healthy: bool
+    detail: str
+    heartbeat_age: float
+
+
+class NodeList(_Answer):
+    nodes: list[NodeInfo]
+    next: str | None = None
+
+
+# ---------------------------------------------------------------- placements
+
+
+class Change(_Request):
+    """Chunks that appeared at or left one location of the reporting node.
+
+    `location` is `host` or the id of one of its stores.
+    """
+
+    location: Name
+    added: Keys = []
+    removed: Keys = []
+
+
+class Report(_Request):
+    """POST /v1/nodes/{id}/reports. `seq` counts from 0 in each incarnation, without gaps.
+
+    `snapshot: first|more|last|only` marks the parts of a full list: the server replaces what it
+    knew of this node when the last part is in. Parts of a snapshot are numbered like others.
+    """
+
+    incarnation: Name
+    seq: Annotated[int, Field(ge=0)]
+    changes: Annotated[list[Change], Field(max_length=64)]
+    snapshot: Literal["no", "first", "more", "last", "only"] = "no"
+    namespaces: Annotated[list[str], Field(max_length=64)] = []
+    """Namespace documents (canonical JSON) whose chunks are reported for the first time."""
+
+
+class ReportReply(_Answer):
+    applied: bool
+    next_seq: int
+    snapshot_wanted: bool = False
+
+
+class LookupRequest(_Request):
+    """POST /v1/placements:lookup. `prefix` reads `keys` as a chain, `all` as a set."""
+
+    keys: Annotated[list[HexKey], Field(min_length=1, max_length=65_536)]
+    mode: Literal["prefix", "all"] = "prefix"
+    nodes: list[Name] | None = None
+
+
+class Tally(_Answer):
+    """Of one tier: chunks found in all, and how many from the first key on without a gap."""
+
+    found: int
+    prefix: int
+
+
+class NodePlacement(_Answer):
+    node: str
+    incarnation: str
+    prefix: int
+    """Leading keys this node can serve from any of its tiers."""
+    tiers: dict[str, Tally]
+    age: float
+    """Seconds since this node's last accepted report or heartbeat."""
+    keys: list[str] | None = None
+    """`all` mode: which of the keys asked for it holds, in request order."""
+
+
+class LookupReply(_Answer):
+    keys: int
+    nodes: list[NodePlacement]
+    """Best first: longest prefix, then youngest report."""
+
+
+class StoreInfo(_Answer):
+    id: str
+    tier: str
+    nodes: list[str]
+
+
+# ---------------------------------------------------------------- transfers
+
+
+class TransferState(enum.StrEnum):
+    """queued -> running -> done | partial | failed; cancelled and expired from either.
+
+    `done`: every key stored or present. `partial`: some. `failed`: none.
+    """
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    PARTIAL = "partial"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    PLANNED = "planned"  # a dry run: never executed, not stored
+
+    @property
+    def ended(self) -> bool:
+        return self not in (TransferState.QUEUED, TransferState.RUNNING)
+
+
+class Outcome(enum.StrEnum):
+    """Of one key of a transfer, at the target."""
+
+    PENDING = "pending"
+    STORED = "stored"
+    PRESENT = "present"
+    MISSING = "missing"
+    CORRUPT = "corrupt"
+    NO_ROOM = "no_room"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class TransferRequest(_Request):
+    """POST /v1/transfers. Send an `Idempotency-Key` header to make a retry harmless.
+
+    `source` is a node id or `any`. `hold` is how long the target keeps the chunks leased after
+    they arrived, so that the request that needs them finds them.
+    """
+
+    target: Name
+    keys: Annotated[list[HexKey], Field(min_length=1, max_length=65_536)]
+    source: Name = "any"
+    priority: Annotated[int, Field(ge=0, le=9)] = 5
+    deadline: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    hold: Annotated[float, Field(ge=0, le=3600)] = 60.0
+    byte_budget: Annotated[int, Field(gt=0)] | None = None
+    dry_run: bool = False
+
+
+class KeyOutcome(_Answer):
+    key: str
+    outcome: Outcome
+    source: str | None = None
+
+
+class TransferInfo(_Answer):
+    id: str
+    state: TransferState
+    source: str
+    target: str
+    priority: int
+    created: float
+    deadline: float
+    ended: float | None = None
+    detail: str = ""
+    bytes: int = 0
+    """Bytes moved; of a dry run, bytes that would be moved (0 where sizes are unknown)."""
+    keys: list[KeyOutcome]
+    kv_transfer_params: dict[str, Any] = {}
+    """For llm-d: what to paste into the request that will use the chunks."""
+    router_hint: dict[str, Any] = {}
+    """For Dynamo."""
+
+
+class TransferList(_Answer):
+    transfers: list[TransferInfo]
+    next: str | None = None
+
+
+# ---------------------------------------------------------------- commands to a node
+
+
+class SourceRef(_Answer):
+    node: str
+    address: str
+
+
+class Command(_Answer):
+    """What a node is asked to do; it polls for these, so it needs no open port for them.
+
+    `pull`: fetch `keys` from `sources` (best first) before `deadline_in` seconds have passed,
+    hold them leased for `hold` seconds, and post `Progress`. `cancel`: stop pulling `transfer`.
+    A command is repeated until the node posts progress for it, so executing one is idempotent.
+    """
+
+    kind: Literal["pull", "cancel"]
+    transfer: str
+    namespaces: list[str] = []
+    keys: list[str] = []
+    sources: list[SourceRef] = []
+    deadline_in: float = 0.0
+    hold: float = 0.0
+    byte_budget: int | None = None
+
+
+class CommandBatch(_Answer):
+    """GET /v1/nodes/{id}/commands?incarnation=...&wait=SECONDS (long poll)"""
+
+    commands: list[Command]
+
+
+class Progress(_Request):
+    """POST /v1/nodes/{id}/progress. `final` ends the transfer."""
+
+    incarnation: Name
+    transfer: Name
+    final: bool
+    outcomes: dict[HexKey, Outcome] = {}
+    sources: dict[HexKey, Name] = {}
+    bytes: Annotated[int, Field(ge=0)] = 0
+    detail: Annotated[str, Field(max_length=2000)] = ""

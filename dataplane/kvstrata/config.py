@@ -1,0 +1,196 @@
+"""Settings: one schema gives the file (TOML), the environment, the flags and their docs.
+
+A value is looked for in the flags, then the environment (`KVSTRATA_NODE_HOST__CAPACITY` for
+`host.capacity` of a node), then the file, then the default. Sizes and times are human
+(`64GiB`, `30s`); an unknown name is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+__all__ = ["NodeSettings", "ServerSettings", "TierSettings", "parse_seconds", "run_dir"]
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_seconds(value: Any) -> Any:
+    """`"1.5s"`, `"200ms"`, `"10m"`, a number of seconds, or a timedelta, as float seconds."""
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9.]+)\s*(ms|s|m|min|h|d)?\s*", value)
+        if match is None:
+            raise ValueError(f"{value!r} is not a time: write 30s, 200ms, 5m, 2h or 1d")
+        return float(match[1]) * _UNITS[match[2] or "s"]
+    return value
+
+
+Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0)]
+
+
+def run_dir() -> Path:
+    """Where sockets of this user's nodes live: `$XDG_RUNTIME_DIR/kvstrata`, else a private /tmp."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if base:
+        return Path(base) / "kvstrata"
+    return Path(tempfile.gettempdir()) / f"kvstrata-{os.getuid()}"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class HostSettings(_Section):
+    """The host tier: a cache in shared memory."""
+
+    capacity: ByteSize = ByteSize(4 << 30)
+    """Bytes of the shared region."""
+    policy: str = "lru"
+    """Eviction policy: a built-in name, or `module:Class`."""
+    shm_dir: Path = Path("/dev/shm")  # noqa: S108 - where the kernel mounts POSIX shm
+    """A tmpfs that engines can map."""
+    populate: bool = True
+    """Touch every page at start: later page faults would cost more than the copies."""
+    lease_ttl: Seconds = 30.0
+    """How long a found chunk is kept for who asked, unless renewed or released."""
+    reserve_ttl: Seconds = 60.0
+    """How long a writer may take to commit a reserved slot."""
+    pending_deadline: Seconds = 10.0
+    """How long a lookup waits for a promotion; then the chunk is a miss."""
+    promotion_budget: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Most of the region, as a fraction, that promotions in flight may take."""
+    credit_budget: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Most of the region, as a fraction, that may be granted ahead to engines."""
+
+
+class TierSettings(BaseModel):
+    """One secondary tier: `type` is `fs`, an entry point's name or `module:Class`.
+
+    The other names are that tier's own options.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class PeerSettings(_Section):
+    """Node to node: control over ZMQ, bytes over a transport."""
+
+    listen: str = ""
+    """Address of the peer port, as in `tcp://127.0.0.1:0`; empty: this node serves no peers."""
+    advertise: str = ""
+    """Address that other nodes should use; empty: the one bound."""
+    secret: str = Field(default="", repr=False)
+    """Shared by all nodes of a cluster. Required when `listen` is not a loopback address."""
+    transports: list[str] = ["nixl", "tcp"]
+    """In order of preference; one that can't run on this host is skipped."""
+    static: list[str] = []
+    """Peers to ask on a miss without a control plane: their peer addresses."""
+    lease_ttl: Seconds = 30.0
+    """How long a chunk granted to a peer stays readable for it."""
+
+
+class ControlSettings(_Section):
+    """The control plane this node reports to."""
+
+    url: str = ""
+    """As in `http://127.0.0.1:7800`; empty: none."""
+    token: str = Field(default="", repr=False)
+    """Bearer token with the role `node`."""
+    report_interval: Seconds = 0.1
+    heartbeat_interval: Seconds = 2.0
+
+
+class _Settings(BaseSettings):
+    model_config = SettingsConfigDict(
+        env_nested_delimiter="__", extra="forbid", use_attribute_docstrings=True
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        path = os.environ.get("KVSTRATA_CONFIG", "")
+        if not path:
+            return init_settings, env_settings
+        table = str(cls.model_config.get("title", ""))
+        return init_settings, env_settings, _TomlTable(settings_cls, Path(path), table)
+
+
+class _TomlTable(TomlConfigSettingsSource):
+    """One table (`[node]`, `[server]`) of the settings file."""
+
+    def __init__(self, settings_cls: type[BaseSettings], path: Path, table: str) -> None:
+        self._table = table
+        super().__init__(settings_cls, path)
+
+    def _read_file(self, file_path: Any) -> dict[str, Any]:
+        return dict(super()._read_file(file_path).get(self._table, {}))
+
+
+class NodeSettings(_Settings):
+    """A node: the region and the tiers of one host."""
+
+    model_config = SettingsConfigDict(env_prefix="KVSTRATA_NODE_", title="node")
+
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = Field(
+        default_factory=lambda: re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "node"
+    )
+    """Name of this node in the cluster; by default the host name."""
+    socket: Path | None = None
+    """Unix socket for engines; by default `<run dir>/<id>.sock`."""
+    host: HostSettings = HostSettings()
+    tiers: list[TierSettings] = []
+    """Secondary tiers, in the order they are asked."""
+    peers: PeerSettings = PeerSettings()
+    control: ControlSettings = ControlSettings()
+    metrics: str = ""
+    """`host:port` of the Prometheus endpoint; empty: none."""
+    exit_with_stdin: bool = False
+    """End when standard input closes: how a private node ends with its engine."""
+
+    @property
+    def socket_path(self) -> Path:
+        return self.socket or run_dir() / f"{self.id}.sock"
+
+
+class ServerSettings(_Settings):
+    """The control plane."""
+
+    model_config = SettingsConfigDict(env_prefix="KVSTRATA_SERVER_", title="server")
+
+    listen: str = "127.0.0.1:7800"
+    """`host:port`. Anything but loopback requires a token."""
+    database: str = "sqlite+aiosqlite:///kvstrata.sqlite"
+    """SQLAlchemy URL with an async driver. Migrations are applied at start."""
+    token: str = Field(default="", repr=False)
+    """Bearer token that opens every route; empty: no authentication, loopback only."""
+    heartbeat_ttl: Seconds = 10.0
+    """A node silent for longer is no longer offered."""
+    transfer_retention: Seconds = 86400.0
+    """How long ended transfers can be read."""

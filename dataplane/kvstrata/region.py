@@ -1,0 +1,138 @@
+"""The node's shared host memory.
+
+A POSIX shm file, mapped by the node and by every engine of the host. Its name carries node id
+and incarnation. The node holds an advisory lock (`flock`) on it for life: the kernel drops that
+lock when the process dies in any way, so a start can tell the orphans of dead nodes from the
+regions of living ones without trusting process ids, and remove them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import re
+from pathlib import Path
+
+from kvstrata.errors import ConfigError, LinkBroken, Malformed
+
+__all__ = ["PREFIX", "Region", "sweep"]
+
+PREFIX = "kvstrata-"
+_NAME = re.compile(r"kvstrata-[A-Za-z0-9._-]{1,160}")
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module before Python 3.13
+
+
+class Region:
+    """`view` is a writable byte view of the whole region, shared between processes."""
+
+    def __init__(self, path: Path, fd: int, size: int, owner: bool) -> None:
+        self.path = path
+        self.size = size
+        self._fd = fd
+        self._owner = owner
+        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED)
+        self.view = memoryview(self._map)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @classmethod
+    def create(
+        cls, node: str, incarnation: str, size: int, shm_dir: Path, populate: bool = True
+    ) -> Region:
+        """Create, lock and populate it. Raises `ConfigError` if it does not fit."""
+        _check_fits(size, shm_dir)
+        path = shm_dir / f"{PREFIX}{node}-{incarnation}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            # Between the two lines another node's sweep may take the file for an orphan; its
+            # lock or the missing link shows that.
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink == 0:
+                raise BlockingIOError
+            os.ftruncate(fd, size)
+            region = cls(path, fd, size, owner=True)
+        except BlockingIOError:
+            os.close(fd)
+            return cls.create(node, f"{incarnation}-2", size, shm_dir, populate)
+        except BaseException:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        if populate:
+            # Older kernels populate lazily.
+            with contextlib.suppress(OSError):
+                region._map.madvise(_MADV_POPULATE_WRITE)
+        return region
+
+    @classmethod
+    def attach(cls, name: str, size: int, shm_dir: Path) -> Region:
+        """Map a node's region. Raises `Malformed` on an odd name, `LinkBroken` if it is gone."""
+        if not _NAME.fullmatch(name):
+            raise Malformed(f"not a region name: {name[:200]!r}")
+        path = shm_dir / name
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as e:
+            raise LinkBroken(f"region {path} can't be mapped: {e.strerror}") from e
+        if os.fstat(fd).st_size != size:
+            os.close(fd)
+            raise LinkBroken(f"region {path} does not have the {size} bytes its node announced")
+        return cls(path, fd, size, owner=False)
+
+    def close(self) -> None:
+        """Unmap; the owner also removes the file. Idempotent.
+
+        Memory that a caller still views (numpy arrays, tensors) stays mapped until they let go.
+        """
+        if self._fd < 0:
+            return
+        if self._owner:
+            self.path.unlink(missing_ok=True)
+        # A live export keeps the mapping; the kernel drops it with the last reference.
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._map.close()
+        os.close(self._fd)
+        self._fd = -1
+
+
+def sweep(shm_dir: Path) -> list[str]:
+    """Remove the regions of dead nodes; their names. Regions of living nodes are locked."""
+    removed = []
+    for path in sorted(shm_dir.glob(f"{PREFIX}*")):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(fd)
+    return removed
+
+
+def _check_fits(size: int, shm_dir: Path) -> None:
+    if size < mmap.PAGESIZE:
+        raise ConfigError(f"host.capacity of {size} bytes is less than one page")
+    try:
+        stat = os.statvfs(shm_dir)
+    except OSError as e:
+        raise ConfigError(f"host.shm_dir {shm_dir}: {e.strerror}") from e
+    free = stat.f_bavail * stat.f_frsize
+    if size > free:
+        raise ConfigError(
+            f"region needs {_gib(size)} but {shm_dir} has {_gib(free)} free: "
+            "lower `host.capacity` or mount a larger tmpfs"
+        )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.1f} GiB" if nbytes >= 1 << 27 else f"{nbytes / (1 << 20):.1f} MiB"

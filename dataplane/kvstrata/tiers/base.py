@@ -1,0 +1,143 @@
+"""The contract of a secondary tier.
+
+A tier keeps chunks outside the host region. It is a cache: it may forget, it must never lie.
+Calls take batches and answer per key, in order. They run on the node's event loop, so a tier
+that blocks does its work in threads of its own. `kvstrata.testing.TierTests` is the contract
+as a test suite; every tier, in tree or out, passes it.
+
+Rules a tier keeps:
+  - Bytes handed out are verified against the checksum they were stored with. A mismatch is
+    `corrupt`: the object is set aside, counted, and missing from then on.
+  - The memory of an item is read or written only while its call runs. A call that passes its
+    deadline still returns only when nothing of it touches that memory any more.
+  - Conditions of one key (missing, corrupt, full, failed) are outcomes, not exceptions.
+  - After `close` every call raises `LinkBroken`.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import xxhash
+
+from kvstrata.keys import Key, Namespace
+
+__all__ = ["Item", "Outcome", "Tier", "TierContext", "Usage", "checksum"]
+
+
+class Outcome(enum.StrEnum):
+    """What became of one key."""
+
+    STORED = "stored"  # written now
+    PRESENT = "present"  # was already there; nothing written
+    LOADED = "loaded"  # the item's memory holds the verified bytes
+    MISSING = "missing"  # not there
+    CORRUPT = "corrupt"  # was there, failed verification, set aside
+    NO_ROOM = "no_room"  # refused by capacity or a full device
+    FAILED = "failed"  # an I/O error or a deadline; may work later
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One chunk and its memory: `view` is a writable, C-contiguous byte view of a slot.
+
+    `offset` is where the view starts in the node's region (-1: it is not region memory).
+    `checksum` is xxh3-64 of the payload where the node already knows it (stores only).
+    """
+
+    key: Key
+    view: memoryview
+    offset: int = -1
+    checksum: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Bytes and chunks held now; `capacity_bytes` is None where the tier has no bound.
+
+    `counters` are monotonic (`corrupt`, `evicted`, ...); `healthy` is False while the tier
+    answers miss for a reason that `detail` tells.
+    """
+
+    used_bytes: int
+    chunks: int
+    capacity_bytes: int | None = None
+    healthy: bool = True
+    detail: str = ""
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+def _ignore(keys: Sequence[Key]) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class TierContext:
+    """What a node hands to the tiers it opens.
+
+    `namespace_of(digest)` is the document of a namespace the node knows, else None.
+    `on_removed(keys)` must be called, on the event loop, when the tier drops chunks by itself
+    (eviction, quarantine), so that the index does not offer them.
+    """
+
+    node_id: str
+    clock: Callable[[], float] = time.monotonic
+    namespace_of: Callable[[bytes], Namespace | None] = lambda digest: None
+    on_removed: Callable[[Sequence[Key]], None] = _ignore
+
+
+class Tier(ABC):
+    """One secondary tier. `name` labels its metrics; `store_id` is the location it reports.
+
+    Two nodes whose tiers have the same `store_id` share one store (a mount, a bucket).
+    Deadlines are in the context's clock, seconds; None means the tier's own default.
+    """
+
+    name: ClassVar[str]
+    store_id: str
+
+    @classmethod
+    @abstractmethod
+    async def open(cls, options: dict[str, Any], context: TierContext) -> Tier:
+        """Open it. Raises `ConfigError` on options that cannot work, saying what to change."""
+
+    @abstractmethod
+    async def lookup(self, keys: Sequence[Key], deadline: float | None = None) -> list[bool]:
+        """Whether each key can be loaded, as far as is known without reading payloads."""
+
+    @abstractmethod
+    async def store(self, batch: Sequence[Item], deadline: float | None = None) -> list[Outcome]:
+        """`STORED | PRESENT | NO_ROOM | FAILED` per item."""
+
+    @abstractmethod
+    async def load(self, batch: Sequence[Item], deadline: float | None = None) -> list[Outcome]:
+        """`LOADED | MISSING | CORRUPT | FAILED` per item. Only `LOADED` memory is meaningful."""
+
+    @abstractmethod
+    async def evict(self, keys: Sequence[Key]) -> list[bool]:
+        """Remove; whether each was there. `on_removed` is called for those."""
+
+    @abstractmethod
+    def keys(self) -> list[Key]:
+        """What it holds, as far as this node knows: the tier's part of a snapshot."""
+
+    @abstractmethod
+    def usage(self) -> Usage: ...
+
+    @abstractmethod
+    async def drain(self, deadline: float | None = None) -> None:
+        """Return when everything accepted so far is done, or raise `Expired`."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release everything. Idempotent. Returns when no call touches item memory."""
+
+
+def checksum(view: memoryview) -> int:
+    """xxh3-64 of a payload, the checksum every tier and transport verifies with."""
+    return xxhash.xxh3_64_intdigest(view)
