@@ -179,9 +179,12 @@ class Credits(_Message, frozen=True, array_like=True):
 class StepReply(_Message, frozen=True, array_like=True, tag="stepped"):
     """`committed[i]`: whether `commits[i]` became readable.
 
-    `used[i]`: 1 the slot now belongs to the key; 0 the chunk is already here or being written,
-    the slot went back; -1 the grant was not this session's, write nothing.
+    `used[i]`: 1 the slot now belongs to the key; 0 the chunk is already here or being written:
+    the slot stays this session's until it commits or aborts the key, so that a write already
+    under way harms nobody; -1 the slot was not granted to this session, write nothing.
     `reserved[i]`: offset, -1 no room, -2 already here or being written.
+    `lapsed`: leases of `renews` and `begin` that no longer hold what they were named for; what
+    was read under them must not be used.
     """
 
     seq: int
@@ -190,6 +193,7 @@ class StepReply(_Message, frozen=True, array_like=True, tag="stepped"):
     found: list[Found] = []
     reserved: list[int] = []
     credits: list[Credits] = []
+    lapsed: list[int] = []
 
 
 class Resolved(_Message, frozen=True, array_like=True, tag="resolved"):
