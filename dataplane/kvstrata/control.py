@@ -1,0 +1,362 @@
+"""Client of the control plane's REST interface: `ControlPlane` (async), `SyncControlPlane`.
+
+Every call has a timeout. What the server refuses comes back as the error it meant
+(`kvstrata.errors`); a server that can't be reached, or is too slow, is `LinkBroken`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from urllib.parse import quote
+
+from pydantic import BaseModel, ValidationError
+
+from kvstrata import api
+from kvstrata.errors import Busy, ConfigError, KVStrataError, LinkBroken, PeerRefused, from_code
+
+if TYPE_CHECKING:
+    import httpx
+
+__all__ = ["DEFAULT_TIMEOUT", "ControlPlane", "SyncControlPlane"]
+
+DEFAULT_TIMEOUT = 10.0
+_CONNECT_TIMEOUT = 3.0
+# Errors may carry a list of what is wrong; nobody reads more of a stranger's text than this.
+_MAX_TEXT = 500
+
+R = TypeVar("R", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call(Generic[R]):
+    """One request, and the type of its answer. `wait`: seconds the server may hold it open."""
+
+    method: str
+    path: str
+    answer: type[R]
+    body: BaseModel | None = None
+    query: dict[str, str | float] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    wait: float = 0.0
+
+
+def _node(node: str, rest: str = "") -> str:
+    return f"/v1/nodes/{quote(node, safe='')}{rest}"
+
+
+def _page(after: str | None, limit: int) -> dict[str, str | float]:
+    return {"limit": limit} if after is None else {"after": after, "limit": limit}
+
+
+class _Calls:
+    """What can be asked, apart from how: both clients send these."""
+
+    @staticmethod
+    def register(node: api.NodeRegistration) -> _Call[api.RegistrationReply]:
+        return _Call("POST", "/v1/nodes", api.RegistrationReply, node)
+
+    @staticmethod
+    def node(node: str) -> _Call[api.NodeInfo]:
+        return _Call("GET", _node(node), api.NodeInfo)
+
+    @staticmethod
+    def nodes(after: str | None, limit: int) -> _Call[api.NodeList]:
+        return _Call("GET", "/v1/nodes", api.NodeList, query=_page(after, limit))
+
+    @staticmethod
+    def deregister(node: str, incarnation: str | None) -> _Call[api.NodeInfo]:
+        query: dict[str, str | float] = {} if incarnation is None else {"incarnation": incarnation}
+        return _Call("DELETE", _node(node), api.NodeInfo, query=query)
+
+    @staticmethod
+    def heartbeat(node: str, beat: api.HeartbeatRequest) -> _Call[api.HeartbeatReply]:
+        return _Call("PUT", _node(node, "/heartbeat"), api.HeartbeatReply, beat)
+
+    @staticmethod
+    def report(node: str, report: api.Report) -> _Call[api.ReportReply]:
+        return _Call("POST", _node(node, "/reports"), api.ReportReply, report)
+
+    @staticmethod
+    def commands(node: str, incarnation: str, wait: float) -> _Call[api.CommandBatch]:
+        query: dict[str, str | float] = {"incarnation": incarnation, "wait": wait}
+        return _Call("GET", _node(node, "/commands"), api.CommandBatch, query=query, wait=wait)
+
+    @staticmethod
+    def progress(node: str, progress: api.Progress) -> _Call[api.ProgressReply]:
+        return _Call("POST", _node(node, "/progress"), api.ProgressReply, progress)
+
+    @staticmethod
+    def namespaces(after: str | None, limit: int) -> _Call[api.NamespaceList]:
+        return _Call("GET", "/v1/namespaces", api.NamespaceList, query=_page(after, limit))
+
+    @staticmethod
+    def lookup(request: api.LookupRequest) -> _Call[api.LookupReply]:
+        return _Call("POST", "/v1/placements:lookup", api.LookupReply, request)
+
+    @staticmethod
+    def create_transfer(
+        request: api.TransferRequest, idempotency_key: str | None
+    ) -> _Call[api.TransferInfo]:
+        headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
+        return _Call("POST", "/v1/transfers", api.TransferInfo, request, headers=headers)
+
+    @staticmethod
+    def transfer(transfer: str) -> _Call[api.TransferInfo]:
+        return _Call("GET", f"/v1/transfers/{quote(transfer, safe='')}", api.TransferInfo)
+
+    @staticmethod
+    def transfers(after: str | None, limit: int) -> _Call[api.TransferList]:
+        return _Call("GET", "/v1/transfers", api.TransferList, query=_page(after, limit))
+
+    @staticmethod
+    def cancel_transfer(transfer: str) -> _Call[api.TransferInfo]:
+        return _Call("DELETE", f"/v1/transfers/{quote(transfer, safe='')}", api.TransferInfo)
+
+    @staticmethod
+    def health() -> _Call[api.Health]:
+        return _Call("GET", "/healthz", api.Health)
+
+
+class _Client:
+    """What both clients share: how a call becomes a request, and an answer a message."""
+
+    def __init__(self, url: str, token: str = "", timeout: float = DEFAULT_TIMEOUT) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"control plane address {url!r} must start with http:// or https://, "
+                "as in http://127.0.0.1:7800"
+            )
+        self.url = url.rstrip("/")
+        self._token = token
+        self._timeout = timeout
+
+    @property
+    def _base_headers(self) -> dict[str, str]:
+        headers = {"Accept": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        return headers
+
+    def _request(self, http: httpx.AsyncClient | httpx.Client, call: _Call[R]) -> httpx.Request:
+        import httpx
+
+        headers = dict(call.headers)
+        content = None
+        if call.body is not None:
+            content = call.body.model_dump_json(exclude_defaults=True)
+            headers["Content-Type"] = "application/json"
+        timeout = httpx.Timeout(
+            self._timeout + call.wait, connect=min(_CONNECT_TIMEOUT, self._timeout)
+        )
+        return http.build_request(
+            call.method,
+            call.path,
+            content=content,
+            params=call.query or None,
+            headers=headers,
+            timeout=timeout,
+        )
+
+    @staticmethod
+    def _parse(call: _Call[R], response: httpx.Response) -> R:
+        if response.is_success:
+            try:
+                return call.answer.model_validate_json(response.content)
+            except ValidationError as e:
+                raise PeerRefused(
+                    f"{response.request.url} does not answer like a kvstrata control plane: "
+                    f"{str(e)[:_MAX_TEXT]}"
+                ) from e
+        raise _error_of(response)
+
+    def _broken(self, error: Exception) -> LinkBroken:
+        return LinkBroken(f"control plane at {self.url}: {type(error).__name__} {error}".rstrip())
+
+
+def _error_of(response: httpx.Response) -> KVStrataError:
+    try:
+        problem = api.Problem.model_validate_json(response.content)
+    except ValidationError:
+        text = response.text[:_MAX_TEXT]
+        message = f"{response.request.url} answered {response.status_code}: {text}"
+        # Not ours: a proxy in between. Its 5xx (and 429) are the usual signs of "not now".
+        busy = response.status_code >= 500 or response.status_code == 429
+        return Busy(message) if busy else PeerRefused(message)
+    message = problem.detail or problem.title
+    if problem.errors:
+        first = problem.errors[0]
+        where = ".".join(str(part) for part in first.get("loc", ()))
+        message = f"{message}: {where}: {first.get('msg', '')}"
+    if problem.status == 401:
+        message = f"{message} (set the bearer token: KVSTRATA_NODE_CONTROL__TOKEN or --token)"
+    return from_code(problem.code, message)
+
+
+class ControlPlane(_Client):
+    """Async client. `transport` replaces the network (httpx.ASGITransport in tests).
+
+    Use it as a context manager, or call `close`. Raises `ConfigError` on an address that can't
+    be one.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str = "",
+        timeout: float = DEFAULT_TIMEOUT,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        super().__init__(url, token, timeout)
+        import httpx
+
+        self._http = httpx.AsyncClient(
+            base_url=self.url, headers=self._base_headers, transport=transport
+        )
+
+    async def _run(self, call: _Call[R]) -> R:
+        import httpx
+
+        try:
+            response = await self._http.send(self._request(self._http, call))
+        except httpx.TransportError as e:
+            raise self._broken(e) from e
+        return self._parse(call, response)
+
+    async def register(self, node: api.NodeRegistration) -> api.RegistrationReply:
+        return await self._run(_Calls.register(node))
+
+    async def deregister(self, node: str, incarnation: str | None = None) -> api.NodeInfo:
+        """Take it out of service; with `incarnation`, only if it is still that one."""
+        return await self._run(_Calls.deregister(node, incarnation))
+
+    async def heartbeat(self, node: str, beat: api.HeartbeatRequest) -> api.HeartbeatReply:
+        return await self._run(_Calls.heartbeat(node, beat))
+
+    async def report(self, node: str, report: api.Report) -> api.ReportReply:
+        return await self._run(_Calls.report(node, report))
+
+    async def commands(self, node: str, incarnation: str, wait: float = 0.0) -> api.CommandBatch:
+        """Long poll: returns when there is a command, or after `wait` seconds without."""
+        return await self._run(_Calls.commands(node, incarnation, wait))
+
+    async def progress(self, node: str, progress: api.Progress) -> api.ProgressReply:
+        return await self._run(_Calls.progress(node, progress))
+
+    async def node(self, node: str) -> api.NodeInfo:
+        return await self._run(_Calls.node(node))
+
+    async def nodes(self, after: str | None = None, limit: int = 100) -> api.NodeList:
+        return await self._run(_Calls.nodes(after, limit))
+
+    async def namespaces(self, after: str | None = None, limit: int = 100) -> api.NamespaceList:
+        return await self._run(_Calls.namespaces(after, limit))
+
+    async def lookup(self, request: api.LookupRequest) -> api.LookupReply:
+        return await self._run(_Calls.lookup(request))
+
+    async def create_transfer(
+        self, request: api.TransferRequest, idempotency_key: str | None = None
+    ) -> api.TransferInfo:
+        return await self._run(_Calls.create_transfer(request, idempotency_key))
+
+    async def get_transfer(self, transfer: str) -> api.TransferInfo:
+        return await self._run(_Calls.transfer(transfer))
+
+    async def transfers(self, after: str | None = None, limit: int = 100) -> api.TransferList:
+        return await self._run(_Calls.transfers(after, limit))
+
+    async def cancel_transfer(self, transfer: str) -> api.TransferInfo:
+        """Harmless if it has ended."""
+        return await self._run(_Calls.cancel_transfer(transfer))
+
+    async def health(self) -> api.Health:
+        return await self._run(_Calls.health())
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+class SyncControlPlane(_Client):
+    """The same for programs without an event loop: the command line, scripts."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str = "",
+        timeout: float = DEFAULT_TIMEOUT,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        super().__init__(url, token, timeout)
+        import httpx
+
+        self._http = httpx.Client(
+            base_url=self.url, headers=self._base_headers, transport=transport
+        )
+
+    def _run(self, call: _Call[R]) -> R:
+        import httpx
+
+        try:
+            response = self._http.send(self._request(self._http, call))
+        except httpx.TransportError as e:
+            raise self._broken(e) from e
+        return self._parse(call, response)
+
+    def node(self, node: str) -> api.NodeInfo:
+        return self._run(_Calls.node(node))
+
+    def nodes(self, after: str | None = None, limit: int = 100) -> api.NodeList:
+        return self._run(_Calls.nodes(after, limit))
+
+    def deregister(self, node: str) -> api.NodeInfo:
+        return self._run(_Calls.deregister(node, None))
+
+    def namespaces(self, after: str | None = None, limit: int = 100) -> api.NamespaceList:
+        return self._run(_Calls.namespaces(after, limit))
+
+    def lookup(self, request: api.LookupRequest) -> api.LookupReply:
+        return self._run(_Calls.lookup(request))
+
+    def create_transfer(
+        self, request: api.TransferRequest, idempotency_key: str | None = None
+    ) -> api.TransferInfo:
+        return self._run(_Calls.create_transfer(request, idempotency_key))
+
+    def get_transfer(self, transfer: str) -> api.TransferInfo:
+        return self._run(_Calls.transfer(transfer))
+
+    def transfers(self, after: str | None = None, limit: int = 100) -> api.TransferList:
+        return self._run(_Calls.transfers(after, limit))
+
+    def cancel_transfer(self, transfer: str) -> api.TransferInfo:
+        return self._run(_Calls.cancel_transfer(transfer))
+
+    def health(self) -> api.Health:
+        return self._run(_Calls.health())
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

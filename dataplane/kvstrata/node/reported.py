@@ -1,0 +1,85 @@
+"""What the reporter needs from a node, and what it hands to it.
+
+The reporter speaks HTTP and knows no tiers; the store knows tiers and speaks no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvstrata.api import HostUse, NodeRegistration, Outcome
+from kvstrata.keys import Key
+
+__all__ = ["PlacementChange", "Pull", "PullResult", "PullSource", "Reported"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementChange:
+    """Chunks that appeared at or left `location`: `host`, or the id of a store.
+
+    A key in both lists is there: in one change, removals happened before additions.
+    """
+
+    location: str
+    added: Sequence[Key] = ()
+    removed: Sequence[Key] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PullSource:
+    """A node that should hold some of the keys, and its peer address (`tcp://host:port`)."""
+
+    node: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """One transfer to execute. `deadline` is in the reporter's clock (monotonic seconds).
+
+    `sources` come best first. `hold` is how many seconds the chunks stay leased after they
+    arrived. Keys past `byte_budget` bytes are `no_room`; None: no bound.
+    """
+
+    transfer: str
+    namespaces: Sequence[bytes]
+    keys: Sequence[Key]
+    sources: Sequence[PullSource]
+    deadline: float
+    hold: float
+    byte_budget: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """What became of each key, which node it came from, and the bytes that were moved."""
+
+    outcomes: Mapping[Key, Outcome]
+    sources: Mapping[Key, str] = field(default_factory=dict)
+    bytes: int = 0
+    detail: str = ""
+
+
+class Reported(Protocol):
+    """A node, as its reporter sees it. Every call but `pull` answers at once, on the event loop."""
+
+    def registration(self) -> NodeRegistration: ...
+
+    def host_use(self) -> HostUse: ...
+
+    def health(self) -> tuple[bool, str]:
+        """Whether the node is well, and if not, why."""
+
+    def take_changes(self) -> Sequence[PlacementChange]:
+        """What changed since the last call, or since `snapshot`, in the order it happened."""
+
+    def snapshot(self) -> Sequence[PlacementChange]:
+        """Everything that is here now, as additions; forgets pending changes."""
+
+    def namespace_documents(self) -> Mapping[bytes, bytes]:
+        """Digest -> canonical JSON of the namespaces this node knows."""
+
+    async def pull(self, pull: Pull) -> PullResult:
+        """Execute a transfer. Cancelled when nobody wants it any more or its deadline passed."""
