@@ -1,0 +1,50 @@
+"""What changed at this node's locations since the last report.
+
+Coalesced per key, so its size is bounded by the chunks the node has and has lost since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstrata.keys import Key
+
+__all__ = ["PlacementChange", "Placements"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementChange:
+    """Chunks that appeared at or left one location: `host`, or a store's id."""
+
+    location: str
+    added: list[Key]
+    removed: list[Key]
+
+
+class Placements:
+    """Collects changes while `enabled`, that is while somebody takes them."""
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self._last: dict[str, dict[Key, bool]] = {}
+
+    def added(self, location: str, keys: Sequence[Key]) -> None:
+        if self.enabled and keys:
+            self._last.setdefault(location, {}).update(dict.fromkeys(keys, True))
+
+    def removed(self, location: str, keys: Sequence[Key]) -> None:
+        if self.enabled and keys:
+            self._last.setdefault(location, {}).update(dict.fromkeys(keys, False))
+
+    def take(self) -> list[PlacementChange]:
+        """All changes since the last take; the last word on each key."""
+        last, self._last = self._last, {}
+        return [
+            PlacementChange(
+                location,
+                [key for key, here in changes.items() if here],
+                [key for key, here in changes.items() if not here],
+            )
+            for location, changes in last.items()
+        ]
