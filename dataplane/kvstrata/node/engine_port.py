@@ -1,0 +1,300 @@
+"""Where engines reach their node: sessions, and the batches they send.
+
+A session begins with its lifeline (see `kvstrata.wire`) and lives exactly as long as it. All
+that a session says is untrusted: a message that makes no sense is refused as a whole, with a
+`Failure` that says why, before any part of it has been acted on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kvstrata import wire
+from kvstrata.client import LIFELINE_ACK, SESSION_BYTES, lifeline_path
+from kvstrata.errors import KVStrataError, LinkBroken, Malformed, NamespaceMismatch
+from kvstrata.host import Chunk, State
+from kvstrata.keys import DIGEST_BYTES, GROUP_BYTES, Key, Namespace, check_keys, require_same
+from kvstrata.node.store import Store
+
+__all__ = ["EnginePort", "Session"]
+
+_log = logging.getLogger(__name__)
+
+_PREFIX_BYTES = DIGEST_BYTES + GROUP_BYTES
+_MAX_SESSIONS = 256
+_MAX_MESSAGE_BYTES = 64 << 20
+_TO_WIRE = {State.READY: wire.State.HOST, State.WRITING: wire.State.PENDING}
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One process's session. `owner` is its name in the host tier."""
+
+    id: bytes
+    owner: str
+    hello: wire.Hello | None = None
+    namespace: Namespace | None = None
+    prefixes: dict[bytes, int] = field(default_factory=dict)
+    """Namespace digest + group -> chunk bytes: the keys this session may speak of."""
+
+    @property
+    def label(self) -> str:
+        hello = self.hello
+        return f"{hello.engine}/{hello.role}" if hello else "unnamed"
+
+
+class EnginePort:
+    """`welcome(namespace)` makes the answer to a hello; `status(seq)` that to a status request."""
+
+    def __init__(
+        self,
+        socket: Path,
+        store: Store,
+        welcome: Callable[[Namespace | None], wire.Welcome],
+        status: Callable[[int], wire.StatusReply],
+    ) -> None:
+        self.sessions: dict[bytes, Session] = {}
+        self.malformed = 0
+        self._socket = socket
+        self._store = store
+        self._welcome = welcome
+        self._status = status
+        self._engines: dict[str, Namespace] = {}
+        self._numbers = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._context = zmq.asyncio.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 0)
+        self._router.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        self._lifelines: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listen. The caller has made sure that no other node uses this socket."""
+        life = lifeline_path(self._socket)
+        for path in (self._socket, life):
+            path.unlink(missing_ok=True)
+        self._router.bind(f"ipc://{self._socket}")
+        self._lifelines = await asyncio.start_unix_server(self._lifeline, life)
+        for path in (self._socket, life):
+            path.chmod(0o600)
+
+    async def run(self) -> None:
+        """Handle messages until cancelled."""
+        while True:
+            frames = await self._router.recv_multipart()
+            if len(frames) == 2:
+                self._handle(frames[0], frames[1])
+            else:
+                self.malformed += 1
+
+    async def close(self) -> None:
+        if self._lifelines is not None:
+            self._lifelines.close()
+        for session in list(self.sessions.values()):
+            self._end(session)
+        for task in self._tasks:
+            task.cancel()
+        self._router.close()
+        self._context.term()
+        for path in (self._socket, lifeline_path(self._socket)):
+            path.unlink(missing_ok=True)
+
+    # ------------------------------------------------------------ sessions
+
+    async def _lifeline(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        session: Session | None = None
+        try:
+            async with asyncio.timeout(5):
+                id_ = await reader.readexactly(SESSION_BYTES)
+            if id_ in self.sessions or id_[:1] == b"\0" or len(self.sessions) >= _MAX_SESSIONS:
+                return
+            self._numbers += 1
+            session = self.sessions[id_] = Session(id_, f"session:{self._numbers}")
+            writer.write(LIFELINE_ACK)
+            await reader.read()  # until the process ends
+        except (TimeoutError, OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            if session is not None and self.sessions.get(session.id) is session:
+                self._end(session)
+            writer.close()
+
+    def _end(self, session: Session) -> None:
+        _log.info("session of %s ended", session.label)
+        del self.sessions[session.id]
+        self._store.forget(session.owner)
+
+    def _open(self, session: Session, hello: wire.Hello) -> wire.Welcome:
+        if hello.protocol != wire.PROTOCOL:
+            raise Malformed(f"protocol {hello.protocol}: this node speaks {wire.PROTOCOL}")
+        if session.hello is not None:
+            raise Malformed("a session says hello once")
+        namespace = hello.namespace or self._engines.get(hello.engine)
+        if hello.namespace is not None:
+            # Every process of an engine must mean the same bytes. An engine that came back with
+            # other weights may, once nothing of the old one is left.
+            for other in self.sessions.values():
+                if other.hello and other.hello.engine == hello.engine and other.namespace:
+                    require_same(other.namespace, hello.namespace.checked())
+            self._store.namespaces.add(hello.namespace)
+            self._engines[hello.engine] = hello.namespace
+        session.hello = hello
+        session.namespace = namespace
+        if namespace is not None:
+            for group, nbytes in namespace.chunk_bytes.items():
+                prefix = namespace.digest + group.to_bytes(GROUP_BYTES, "big")
+                session.prefixes[prefix] = nbytes
+        _log.info("session of %s began", session.label)
+        return self._welcome(namespace)
+
+    # ------------------------------------------------------------ messages
+
+    def _handle(self, id_: bytes, raw: bytes) -> None:
+        session = self.sessions.get(id_)
+        seq = -1
+        try:
+            if session is None:
+                raise LinkBroken("no lifeline: open it before the first message")
+            message = wire.decode_to_node(raw)
+            if isinstance(message, wire.Hello):
+                self._send(session, self._open(session, message))
+                return
+            seq = message.seq
+            if session.hello is None:
+                raise Malformed("say hello first")
+            if isinstance(message, wire.Step):
+                self._send(session, self._step(session, message))
+            elif isinstance(message, wire.Status):
+                self._send(session, self._status(seq))
+            else:
+                self._drop(session, message)
+        except KVStrataError as e:
+            self.malformed += isinstance(e, Malformed)
+            text = f"{e} [{e.field}]" if isinstance(e, NamespaceMismatch) and e.field else str(e)
+            self._send_to(id_, wire.Failure(seq, e.code, text))
+
+    def _step(self, session: Session, step: wire.Step) -> wire.StepReply:
+        self._check(session, step)
+        host, owner, ttl = self._store.host, session.owner, self._store.settings.lease_ttl
+        host.release(owner, step.releases)
+        lapsed = host.renew(owner, step.renews, ttl)
+        for lease, keys in step.begin:
+            if not host.begin(owner, lease, _keys(keys)):
+                lapsed.append(lease)
+        for lease, keys in step.end:
+            host.end(owner, lease, _keys(keys))
+        committed = host.commit(owner, _keys(step.commits)) if step.commits else []
+        if step.aborts:
+            host.abort(owner, _keys(step.aborts))
+        uses = [(use.offset, Key(use.key)) for use in step.uses]
+        return wire.StepReply(
+            seq=step.seq,
+            committed=committed,
+            used=[int(u) for u in host.use(owner, uses)] if uses else [],
+            found=[self._lookup(session, lookup) for lookup in step.lookups],
+            reserved=self._reserve(session, step.reserves),
+            credits=self._credit(session, step.credits),
+            lapsed=lapsed,
+        )
+
+    def _check(self, session: Session, step: wire.Step) -> None:
+        """Refuse a step with any key that is not of this session's namespace."""
+        batches = [step.commits, step.aborts, step.reserves]
+        batches += [keys for _, keys in (*step.begin, *step.end)]
+        batches += [lookup.keys for lookup in step.lookups]
+        batches.append([use.key for use in step.uses])
+        total = 0
+        for batch in batches:
+            total += len(batch)
+            for key in check_keys(batch):
+                if key[:_PREFIX_BYTES] not in session.prefixes:
+                    raise Malformed(
+                        f"key {key.hex()} is not of this session's namespace and groups"
+                    )
+        if total > wire.MAX_KEYS:
+            raise Malformed(f"a step names at most {wire.MAX_KEYS} keys, this one {total}")
+        groups = {g.id for g in session.namespace.groups} if session.namespace else set()
+        if not groups.issuperset(step.credits) or min(step.credits.values(), default=0) < 0:
+            raise Malformed("credits are asked by group of this session's namespace, 0 or more")
+
+    def _lookup(self, session: Session, ask: wire.Lookup) -> wire.Found:
+        keys = _keys(ask.keys)
+
+        def settle(settled: Sequence[Key], chunks: Sequence[Chunk | None]) -> None:
+            states = bytes(wire.State.HOST if c else wire.State.MISS for c in chunks)
+            offsets = [c.offset if c else -1 for c in chunks]
+            self._send(session, wire.Resolved(ask.id, list(settled), states, offsets))
+
+        wait = min(max(ask.wait, 0.0), self._store.settings.pending_deadline)
+        states, chunks = self._store.lookup(session.owner, ask.id, keys, ask.want, wait, settle)
+        return wire.Found(
+            ask.id,
+            bytes(_TO_WIRE.get(state, wire.State.MISS) for state in states),
+            [c.offset if c else -1 for c in chunks],
+            self._store.settings.lease_ttl,
+        )
+
+    def _reserve(self, session: Session, keys: Sequence[bytes]) -> list[int]:
+        if not keys:
+            return []
+        sizes = session.prefixes
+        return self._store.host.reserve(
+            session.owner, [(Key(key), sizes[key[:_PREFIX_BYTES]]) for key in keys]
+        )
+
+    def _credit(self, session: Session, wanted: dict[int, int]) -> list[wire.Credits]:
+        """Top up what the session holds granted, within the node's budget for all sessions."""
+        if not wanted or session.namespace is None:
+            return []
+        host = self._store.host
+        budget = int(host.slots.capacity * self._store.settings.credit_budget)
+        left = budget - host.usage().granted
+        held = host.granted(session.owner)
+        answers = []
+        for group, count in wanted.items():
+            nbytes = session.namespace.chunk_bytes[group]
+            size = host.slots.rounded(nbytes)
+            have = sum(n == nbytes for n in held.values())
+            grantable = min(count - have, left // size)
+            if grantable > 0:
+                offsets = host.grant(session.owner, nbytes, grantable)
+                left -= len(offsets) * size
+                answers.append(wire.Credits(group, offsets))
+        return answers
+
+    def _drop(self, session: Session, message: wire.Drop) -> None:
+        keys = None if message.keys is None else check_keys(message.keys)
+
+        async def work() -> None:
+            try:
+                dropped = await self._store.drop(message.tiers, keys)
+                self._send(session, wire.Dropped(message.seq, dropped))
+            except KVStrataError as e:
+                self._send(session, wire.Failure(message.seq, e.code, str(e)))
+
+        task = asyncio.get_running_loop().create_task(work())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ------------------------------------------------------------ sending
+
+    def _send(self, session: Session, message: msgspec.Struct) -> None:
+        if self.sessions.get(session.id) is session:
+            self._send_to(session.id, message)
+
+    def _send_to(self, id_: bytes, message: msgspec.Struct) -> None:
+        # A ROUTER never blocks: it drops what a peer that is gone or does not read can't take,
+        # and the future is done at once. The engine's own deadlines cover what was dropped.
+        self._router.send_multipart([id_, wire.encode(message)])
+
+
+def _keys(raw: Sequence[bytes]) -> list[Key]:
+    return list(raw)  # type: ignore[arg-type]  # checked before anything is done with them
