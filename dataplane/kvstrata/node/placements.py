@@ -6,20 +6,11 @@ Coalesced per key, so its size is bounded by the chunks the node has and has los
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvstrata.keys import Key
+from kvstrata.node.reported import PlacementChange
 
-__all__ = ["PlacementChange", "Placements"]
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementChange:
-    """Chunks that appeared at or left one location: `host`, or a store's id."""
-
-    location: str
-    added: list[Key]
-    removed: list[Key]
+__all__ = ["Placements"]
 
 
 class Placements:

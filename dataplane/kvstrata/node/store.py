@@ -198,18 +198,21 @@ class Store:
         left = states.count(State.WRITING)
         chunks.update((k, c) for k, c in zip(unique, found, strict=True) if c is not None)
         if left:
-            await done
+            try:
+                await done
+            except asyncio.CancelledError:
+                self.abandon(owner, lease)
+                raise
         return chunks
+
+    def abandon(self, owner: str, lease: int) -> None:
+        """Nobody waits for this lease any more: end its waits, release what it holds."""
+        self._stop_waiting(lambda waiter: waiter.owner == owner and waiter.lease == lease)
+        self.host.release(owner, [lease])
 
     def forget(self, owner: str) -> None:
         """An owner is gone for certain: end its waits, leases, reads and writes."""
-        for key, waiters in list(self._waiters.items()):
-            self._waiters[key] = [w for w in waiters if w.owner != owner]
-            for waiter in waiters:
-                if waiter.owner == owner and waiter.timer is not None:
-                    waiter.timer.cancel()
-            if not self._waiters[key]:
-                del self._waiters[key]
+        self._stop_waiting(lambda waiter: waiter.owner == owner)
         self.host.forget(owner)
 
     async def drop(self, tiers: Sequence[str], keys: Sequence[Key] | None) -> dict[str, int]:
@@ -256,6 +259,15 @@ class Store:
             self._waiters.setdefault(key, []).append(waiter)
         loop = asyncio.get_running_loop()
         waiter.timer = loop.call_later(wait, self._give_up, waiter)
+
+    def _stop_waiting(self, which: Callable[[_Waiter], bool]) -> None:
+        for key, waiters in list(self._waiters.items()):
+            for waiter in filter(which, waiters):
+                if waiter.timer is not None:
+                    waiter.timer.cancel()
+            self._waiters[key] = [w for w in waiters if not which(w)]
+            if not self._waiters[key]:
+                del self._waiters[key]
 
     def _give_up(self, waiter: _Waiter) -> None:
         late = list(waiter.pending)

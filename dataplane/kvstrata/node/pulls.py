@@ -1,0 +1,195 @@
+"""Transfers: chunks brought to this node because the control plane asked.
+
+What the node can get from its own tiers is promoted, the rest is pulled from the sources in
+order; a source that fails is replaced by the next. Bytes land in reserved slots and become
+readable only after verification. A pull that is cancelled stops waiting, but the batch under
+way ends by itself: a transport may still be writing to its slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvstrata.api import Outcome
+from kvstrata.errors import KVStrataError, Missing
+from kvstrata.host import NO_ROOM
+from kvstrata.keys import DIGEST_BYTES, Key, Namespace
+from kvstrata.node.reported import Pull, PullResult, PullSource
+from kvstrata.node.store import Store
+from kvstrata.tiers import base
+from kvstrata.tiers.base import Item
+
+__all__ = ["Fetcher", "Pulls"]
+
+_log = logging.getLogger(__name__)
+
+_BATCH_BYTES = 32 << 20
+
+_OUTCOMES = {
+    base.Outcome.LOADED: Outcome.STORED,
+    base.Outcome.MISSING: Outcome.MISSING,
+    base.Outcome.CORRUPT: Outcome.CORRUPT,
+    base.Outcome.NO_ROOM: Outcome.NO_ROOM,
+}
+
+
+class Fetcher(Protocol):
+    """What gets chunks from a peer into slots; see `kvstrata.tiers.peer.PeerLinks`."""
+
+    async def fetch(
+        self, address: str, namespace: Namespace, items: Sequence[Item], deadline: float
+    ) -> list[base.Outcome]: ...
+
+
+@dataclass(slots=True)
+class _State:
+    """One pull under way."""
+
+    pull: Pull
+    owner: str
+    outcomes: dict[Key, Outcome] = field(default_factory=dict)
+    sources: dict[Key, str] = field(default_factory=dict)
+    moved: int = 0
+    trouble: list[str] = field(default_factory=list)
+
+
+class Pulls:
+    def __init__(self, store: Store, links: Fetcher) -> None:
+        self.chunks = 0
+        self.bytes = 0
+        self._store = store
+        self._links = links
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def pull(self, pull: Pull) -> PullResult:
+        """Execute a transfer; see `kvstrata.node.reported`. One outcome per key, always."""
+        state = _State(pull, f"transfer:{pull.transfer}")
+        for document in pull.namespaces:
+            try:
+                self._store.namespaces.add(Namespace.parse(document))
+            except KVStrataError as e:
+                state.trouble.append(str(e))
+        wanted = self._within_budget(state)
+        here = await self._store.find(state.owner, 1, wanted, "all", self._wait(pull))
+        state.outcomes |= dict.fromkeys(here, Outcome.PRESENT)
+        left = [key for key in wanted if key not in here]
+        for source in pull.sources:
+            if not left or self._store.clock() >= pull.deadline:
+                break
+            task = asyncio.create_task(self._fetch_all(state, source, left))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            await asyncio.shield(task)
+            left = [k for k in left if state.outcomes.get(k) is not Outcome.STORED]
+        # Written by someone else at the same time (an engine computed it): that is as good.
+        busy = [key for key in left if key not in state.outcomes]
+        late = await self._store.find(state.owner, 1, busy, "all", self._wait(pull)) if busy else {}
+        state.outcomes |= dict.fromkeys(late, Outcome.PRESENT)
+        self._hold(state)
+        return PullResult(
+            {key: state.outcomes.get(key, Outcome.MISSING) for key in pull.keys},
+            state.sources,
+            state.moved,
+            "; ".join(dict.fromkeys(state.trouble))[:2000],
+        )
+
+    async def close(self) -> None:
+        """Return when no batch is under way."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _wait(self, pull: Pull) -> float:
+        left = pull.deadline - self._store.clock()
+        return max(0.0, min(left, self._store.settings.pending_deadline))
+
+    def _within_budget(self, state: _State) -> list[Key]:
+        """The keys to get: known, once each, and within the byte budget."""
+        wanted: list[Key] = []
+        size = 0
+        for key in dict.fromkeys(state.pull.keys):
+            try:
+                size += self._store.namespaces.size_of(key)
+            except Missing as e:
+                state.outcomes[key] = Outcome.MISSING
+                state.trouble.append(str(e))
+                continue
+            if state.pull.byte_budget is not None and size > state.pull.byte_budget:
+                state.outcomes[key] = Outcome.NO_ROOM
+                continue
+            wanted.append(key)
+        return wanted
+
+    async def _fetch_all(self, state: _State, source: PullSource, keys: Sequence[Key]) -> None:
+        for namespace, batch in self._batches(keys):
+            if self._store.clock() >= state.pull.deadline:
+                return
+            await self._fetch(state, source, namespace, batch)
+
+    async def _fetch(
+        self,
+        state: _State,
+        source: PullSource,
+        namespace: Namespace,
+        batch: Sequence[tuple[Key, int]],
+    ) -> None:
+        host, owner = self._store.host, f"pull:{source.address}:{id(batch)}"
+        items = []
+        offsets = host.reserve(owner, batch)
+        for (key, nbytes), offset in zip(batch, offsets, strict=True):
+            if offset >= 0:
+                items.append(Item(key, self._store.region[offset : offset + nbytes], offset))
+            elif offset == NO_ROOM:
+                state.outcomes[key] = Outcome.NO_ROOM
+        try:
+            outcomes = await self._links.fetch(
+                source.address, namespace, items, state.pull.deadline
+            )
+        except Exception as e:
+            if not isinstance(e, KVStrataError):
+                _log.exception("fetching from %s failed", source.node)
+            state.trouble.append(f"{source.node}: {e}")
+            outcomes = [base.Outcome.FAILED] * len(items)
+        loaded = [i for i, o in zip(items, outcomes, strict=True) if o is base.Outcome.LOADED]
+        host.commit(owner, [item.key for item in loaded])
+        host.forget(owner)
+        # Leased at once: the next batch must not evict what this one brought.
+        host.lease(state.owner, 1, [i.key for i in loaded], self._store.settings.lease_ttl)
+        for item, outcome in zip(items, outcomes, strict=True):
+            state.outcomes[item.key] = _OUTCOMES.get(outcome, Outcome.FAILED)
+        state.sources |= {item.key: source.node for item in loaded}
+        nbytes = sum(len(item.view) for item in loaded)
+        state.moved += nbytes
+        self.bytes += nbytes
+        self.chunks += len(loaded)
+
+    def _hold(self, state: _State) -> None:
+        arrived = [k for k, o in state.outcomes.items() if o in (Outcome.STORED, Outcome.PRESENT)]
+        if state.pull.hold > 0 and arrived:
+            self._store.host.lease(state.owner, 1, arrived, state.pull.hold)
+        else:
+            self._store.host.release(state.owner, [1])
+
+    def _batches(self, keys: Sequence[Key]) -> list[tuple[Namespace, list[tuple[Key, int]]]]:
+        """Keys by namespace, a bounded number of bytes at a time."""
+        namespaces = self._store.namespaces
+        by_digest: dict[bytes, list[list[tuple[Key, int]]]] = {}
+        limit = min(_BATCH_BYTES, self._store.host.slots.capacity // 4)
+        sizes: dict[bytes, int] = {}
+        for key in keys:
+            digest, nbytes = key[:DIGEST_BYTES], namespaces.size_of(key)
+            batches = by_digest.setdefault(digest, [])
+            if not batches or sizes[digest] + nbytes > limit:
+                batches.append([])
+                sizes[digest] = 0
+            batches[-1].append((key, nbytes))
+            sizes[digest] += nbytes
+        return [
+            (namespace, batch)
+            for digest, batches in by_digest.items()
+            if (namespace := namespaces.get(digest)) is not None
+            for batch in batches
+        ]
