@@ -49,6 +49,8 @@ class Cascade:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._stopped = asyncio.Event()
+        self._stopped.set()
         self._closed = False
         # What one batch may pin of a small region.
         self._batch_bytes = min(_BATCH_BYTES, host.slots.capacity // 4)
@@ -69,23 +71,29 @@ class Cascade:
 
     async def run(self) -> None:
         """Store what is offered, batch by batch, until closed."""
-        while not self._closed:
-            if not self._queue:
+        self._stopped.clear()
+        try:
+            while not self._closed:
+                if self._queue:
+                    await self._store(self._next_batch())
+                    continue
                 self._idle.set()
                 self._wake.clear()
                 await self._wake.wait()
-                continue
-            await self._store(self._next_batch())
+        finally:
+            self._idle.set()
+            self._stopped.set()
 
     async def drain(self) -> None:
         """Return when everything offered so far is stored or given up."""
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Take no more; the batch under way ends by itself."""
+        """Take no more, and return when the batch under way has ended."""
         self._closed = True
         self._queue.clear()
         self._wake.set()
+        await self._stopped.wait()
 
     def _next_batch(self) -> list[Chunk]:
         batch: list[Chunk] = []

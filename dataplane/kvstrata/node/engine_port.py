@@ -75,6 +75,7 @@ class EnginePort:
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         self._lifelines: asyncio.Server | None = None
+        self._writers: dict[asyncio.StreamWriter, asyncio.Event] = {}
 
     async def start(self) -> None:
         """Listen. The caller has made sure that no other node uses this socket."""
@@ -96,10 +97,12 @@ class EnginePort:
                 self.malformed += 1
 
     async def close(self) -> None:
+        """End every session; their processes see their lifelines close. Idempotent."""
         if self._lifelines is not None:
             self._lifelines.close()
-        for session in list(self.sessions.values()):
-            self._end(session)
+        for writer in list(self._writers):
+            writer.close()
+        await asyncio.gather(*(ended.wait() for ended in self._writers.values()))
         for task in self._tasks:
             task.cancel()
         self._router.close()
@@ -111,6 +114,7 @@ class EnginePort:
 
     async def _lifeline(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         session: Session | None = None
+        ended = self._writers[writer] = asyncio.Event()
         try:
             async with asyncio.timeout(5):
                 id_ = await reader.readexactly(SESSION_BYTES)
@@ -126,6 +130,8 @@ class EnginePort:
             if session is not None and self.sessions.get(session.id) is session:
                 self._end(session)
             writer.close()
+            del self._writers[writer]
+            ended.set()
 
     def _end(self, session: Session) -> None:
         _log.info("session of %s ended", session.label)

@@ -6,11 +6,23 @@ Coalesced per key, so its size is bounded by the chunks the node has and has los
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvstrata.keys import Key
-from kvstrata.node.reported import PlacementChange
 
-__all__ = ["Placements"]
+__all__ = ["PlacementChange", "Placements"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementChange:
+    """Chunks that appeared at or left `location`: `host`, or the id of a store.
+
+    No key is in both lists.
+    """
+
+    location: str
+    added: Sequence[Key] = ()
+    removed: Sequence[Key] = ()
 
 
 class Placements:

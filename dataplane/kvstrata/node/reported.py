@@ -11,20 +11,9 @@ from typing import Protocol
 
 from kvstrata.api import HostUse, NodeRegistration, Outcome
 from kvstrata.keys import Key
+from kvstrata.node.placements import PlacementChange
 
 __all__ = ["PlacementChange", "Pull", "PullResult", "PullSource", "Reported"]
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementChange:
-    """Chunks that appeared at or left `location`: `host`, or the id of a store.
-
-    A key in both lists is there: in one change, removals happened before additions.
-    """
-
-    location: str
-    added: Sequence[Key] = ()
-    removed: Sequence[Key] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +62,7 @@ class Reported(Protocol):
         """Whether the node is well, and if not, why."""
 
     def take_changes(self) -> Sequence[PlacementChange]:
-        """What changed since the last call, or since `snapshot`, in the order it happened."""
+        """What changed since the last call, or since `snapshot`. No key is in both lists."""
 
     def snapshot(self) -> Sequence[PlacementChange]:
         """Everything that is here now, as additions; forgets pending changes."""

@@ -230,13 +230,17 @@ class Store:
             dropped["host"] = self.host.drop(keys)
         return dropped
 
-    async def close(self) -> None:
-        """End cascades, then tiers. Returns when nothing touches the region any more."""
+    async def quiesce(self) -> None:
+        """End cascades and promotions; each finishes the batch it is at."""
         await asyncio.gather(*(cascade.close() for cascade in self.cascades))
-        for tier in self.tiers:
-            await tier.close()
         if self._tasks:
             await asyncio.wait(self._tasks)
+
+    async def close(self) -> None:
+        """Close the tiers. Returns when nothing touches the region any more."""
+        await self.quiesce()
+        for tier in self.tiers:
+            await tier.close()
 
     # ------------------------------------------------------------ waiting
 

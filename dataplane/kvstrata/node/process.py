@@ -1,0 +1,394 @@
+"""A node: the region, the tiers and the ports of one host, put together and taken apart.
+
+`Node` is the object, `run_node` the process around it: it runs until a signal or, for a private
+node, until its standard input closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from kvstrata import wire
+from kvstrata.api import HostUse, NodeRegistration, StoreRef
+from kvstrata.config import NodeSettings, TierSettings
+from kvstrata.errors import ConfigError
+from kvstrata.keys import Key, Namespace
+from kvstrata.node.engine_port import EnginePort
+from kvstrata.node.grants import Grants
+from kvstrata.node.peer_port import PeerPort
+from kvstrata.node.pulls import Pulls
+from kvstrata.node.reported import PlacementChange, Pull, PullResult
+from kvstrata.node.store import Namespaces, Store
+from kvstrata.node.supervisor import Supervisor
+from kvstrata.peer_wire import parse_address
+from kvstrata.region import Region, sweep
+from kvstrata.tiers.base import Tier, TierContext
+from kvstrata.tiers.peer import PeerTier
+from kvstrata.tiers.peer_links import PeerLinks
+from kvstrata.transports import Transport, start_transports
+
+__all__ = ["Node", "open_tier", "run_node"]
+
+_log = logging.getLogger(__name__)
+
+_EXPIRY_INTERVAL = 0.25
+_DRAIN_SECONDS = 5.0
+
+
+async def open_tier(settings: TierSettings, context: TierContext) -> Tier:
+    """The tier that `settings.type` names: an entry point, or `module:Class`."""
+    found = None
+    if ":" in settings.type:
+        module, _, attribute = settings.type.partition(":")
+        with contextlib.suppress(ImportError, AttributeError):
+            found = getattr(import_module(module), attribute)
+    else:
+        for entry in entry_points(group="kvstrata.tiers", name=settings.type):
+            found = entry.load()
+    if not (isinstance(found, type) and issubclass(found, Tier)):
+        names = sorted(entry_points(group="kvstrata.tiers").names)
+        raise ConfigError(f"tier type {settings.type!r} is neither one of {names} nor module:Class")
+    return await found.open(settings.options, context)
+
+
+class Node:
+    """A running node. `await Node.start(settings)`, then `serve`, then `close`."""
+
+    def __init__(self, settings: NodeSettings) -> None:
+        self.settings = settings
+        self.incarnation = secrets.token_hex(8)
+        self.namespaces = Namespaces()
+        self.supervisor = Supervisor()
+        self._clock = time.monotonic
+        self._began = self._clock()
+        self._stack = contextlib.AsyncExitStack()
+        self._links: PeerLinks | None = None
+        self._peers: PeerPort | None = None
+        self._transports: list[Transport] = []
+
+    @classmethod
+    async def start(cls, settings: NodeSettings) -> Node:
+        """Bring everything up, or nothing. Raises `ConfigError`."""
+        node = cls(settings)
+        try:
+            await node._open()
+        except BaseException:
+            await node.close()
+            raise
+        return node
+
+    async def close(self) -> None:
+        """Take everything down, the region last. Idempotent."""
+        await self._stack.aclose()
+
+    # ------------------------------------------------------------ parts
+
+    async def _open(self) -> None:
+        settings, host = self.settings, self.settings.host
+        socket = settings.socket_path
+        self._stack.callback(_release, _lock(socket))
+        for name in sweep(host.shm_dir):
+            _log.warning("removed region %s of a node that died", name)
+        region = Region.create(
+            settings.id, self.incarnation, host.capacity, host.shm_dir, host.populate
+        )
+        self._stack.callback(region.close)
+        self.region = region
+        self.store = Store(region.view, host, self.namespaces, self._clock)
+        self.store.placements.enabled = bool(settings.control.url)
+        self._stack.push_async_callback(self.store.close)
+        self.grants = Grants(self.store, settings.peers.lease_ttl)
+        await self._open_peers()
+        await self._open_tiers()
+        self._stack.push_async_callback(self.supervisor.stop)
+        self._stack.push_async_callback(self.store.quiesce)
+        self.engines = EnginePort(socket, self.store, self._welcome, self.status)
+        await self.engines.start()
+        self._stack.push_async_callback(self.engines.close)
+        if settings.metrics:
+            self._open_metrics()
+        self.supervisor.start("engine port", self.engines.run)
+        self.supervisor.start("expiry", self._expire)
+        for cascade in self.store.cascades:
+            self.supervisor.start(f"cascade to {cascade.tier.name}", cascade.run)
+        self._stack.push_async_callback(self._drain)
+        if settings.control.url:
+            await self._open_reporter()
+
+    async def _open_peers(self) -> None:
+        peers = self.settings.peers
+        if not (peers.listen or peers.static or self.settings.control.url):
+            return
+        listen_host = parse_address(peers.listen).host if peers.listen else ""
+        self._transports = await start_transports(
+            peers.transports, self.region.view, self.grants.authorize, listen_host
+        )
+        for transport in self._transports:
+            self._stack.push_async_callback(transport.close)
+        self._links = PeerLinks(peers, self.settings.id, self.incarnation, self._transports)
+        self._stack.push_async_callback(self._links.close)
+        self.pulls = Pulls(self.store, self._links)
+        self._stack.push_async_callback(self.pulls.close)
+        if peers.listen:
+            port = PeerPort(
+                peers, self.settings.id, self.incarnation, self.grants, self._transports
+            )
+            await port.start()
+            self._peers = port
+            self._stack.push_async_callback(port.close)
+
+    async def _open_tiers(self) -> None:
+        for settings in self.settings.tiers:
+            # A tier may drop chunks while it opens; its name is known only after.
+            location: list[str] = []
+            tier = await open_tier(settings, self._context(location))
+            location.append(tier.store_id)
+            self.store.attach(tier)
+            self.store.placements.added(tier.store_id, tier.keys())
+        if self.settings.peers.static and self._links is not None:
+            peers = PeerTier(self._links, self.settings.peers.static, self._context([]))
+            self.store.attach(peers)
+
+    def _context(self, location: list[str]) -> TierContext:
+        def removed(keys: Sequence[Key]) -> None:
+            for name in location:
+                self.store.placements.removed(name, keys)
+
+        return TierContext(self.settings.id, self._clock, self.namespaces.get, removed)
+
+    def _open_metrics(self) -> None:
+        from kvstrata.node.metrics import NodeCollector, serve
+
+        server, thread = serve(self.settings.metrics, NodeCollector(lambda: self.status(0)))
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        self._stack.callback(stop)
+
+    async def _open_reporter(self) -> None:
+        from kvstrata.node.reporter import Reporter
+
+        self.reporter = Reporter(self.settings.control, self)
+        self.supervisor.start("reporter", self.reporter.run)
+        self._stack.push_async_callback(self.reporter.close)
+
+    async def _expire(self) -> None:
+        while True:
+            self.store.host.expire()
+            await asyncio.sleep(_EXPIRY_INTERVAL)
+
+    async def _drain(self) -> None:
+        """What was offered to a tier should be in it before the region goes."""
+        drains = [cascade.drain() for cascade in self.store.cascades]
+        try:
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                await asyncio.gather(*drains)
+        except TimeoutError:
+            _log.warning("tiers did not take everything within %g s", _DRAIN_SECONDS)
+
+    def _welcome(self, namespace: Namespace | None) -> wire.Welcome:
+        return wire.Welcome(
+            self.settings.id,
+            self.incarnation,
+            str(self.region.path.parent),
+            self.region.name,
+            self.region.size,
+            self.settings.host.lease_ttl,
+            namespace,
+        )
+
+    # ------------------------------------------------------------ state
+
+    def status(self, seq: int) -> wire.StatusReply:
+        host = self.store.host
+        usage = host.usage()
+        tiers = [
+            wire.TierStatus(
+                "host",
+                usage.used,
+                usage.capacity,
+                usage.chunks,
+                True,
+                "",
+                {
+                    "evicted": host.evicted,
+                    "expired_leases": host.expired_leases,
+                    "expired_writes": host.expired_writes,
+                    "granted_bytes": usage.granted,
+                    "quarantined_bytes": usage.quarantined,
+                    "leases": usage.leases,
+                },
+            )
+        ]
+        cascades = {cascade.tier: cascade for cascade in self.store.cascades}
+        for tier in self.store.tiers:
+            use = tier.usage()
+            counters = dict(use.counters)
+            if tier in cascades:
+                cascade = cascades[tier]
+                counters |= {
+                    "cascade_dropped": cascade.dropped,
+                    "cascade_failed": cascade.failed,
+                    "cascade_waiting": cascade.waiting,
+                }
+            counters["hits"] = self.store.counters.tier_hits[tier.name]
+            tiers.append(
+                wire.TierStatus(
+                    tier.name,
+                    use.used_bytes,
+                    use.capacity_bytes,
+                    use.chunks,
+                    use.healthy,
+                    use.detail,
+                    counters,
+                )
+            )
+        return wire.StatusReply(
+            seq,
+            self.settings.id,
+            self.incarnation,
+            self._clock() - self._began,
+            tiers,
+            [session.label for session in self.engines.sessions.values()],
+            [namespace.digest.hex() for namespace in self.namespaces.all()],
+            self._counters(),
+            self.supervisor.states | self._peer_states(),
+        )
+
+    def _counters(self) -> dict[str, int]:
+        counters: dict[str, int] = {
+            name: value
+            for name, value in asdict(self.store.counters).items()
+            if isinstance(value, int)
+        }
+        counters |= {f"{tier}_hits": n for tier, n in self.store.counters.tier_hits.items()}
+        counters["malformed"] = self.engines.malformed
+        counters["restarts"] = self.supervisor.restarts
+        counters["lent"] = self.grants.lent
+        if self._links is not None:
+            counters |= {"pulled": self.pulls.chunks, "pulled_bytes": self.pulls.bytes}
+            counters |= {f"peer_{name}": n for name, n in self._links.counters.items()}
+        if self._peers is not None:
+            counters |= {f"peer_port_{name}": n for name, n in self._peers.counters.items()}
+        return counters
+
+    def _peer_states(self) -> dict[str, str]:
+        states = {}
+        if self._peers is not None:
+            states["peer port"] = f"listening at {self._peers.address}"
+        if self._links is not None:
+            states |= {f"peer {a}": reason for a, reason in self._links.reasons.items()}
+        if self.settings.control.url:
+            states["control plane"] = self.reporter.status
+        return states
+
+    # ------------------------------------------------------------ what the reporter reads
+
+    def registration(self) -> NodeRegistration:
+        return NodeRegistration(
+            id=self.settings.id,
+            incarnation=self.incarnation,
+            peer_address=self._peers.address if self._peers is not None else None,
+            transports=[transport.name for transport in self._transports],
+            capacity_bytes=self.region.size,
+            stores=[
+                StoreRef(id=tier.store_id, tier=tier.name)
+                for tier in self.store.tiers
+                if tier.writable
+            ],
+        )
+
+    def host_use(self) -> HostUse:
+        usage = self.store.host.usage()
+        return HostUse(used_bytes=usage.used, capacity_bytes=usage.capacity, chunks=usage.chunks)
+
+    def health(self) -> tuple[bool, str]:
+        trouble = [f"{name}: {state}" for name, state in self.supervisor.failing.items()]
+        for tier in self.store.tiers:
+            use = tier.usage()
+            if not use.healthy:
+                trouble.append(f"{tier.name}: {use.detail}")
+        return not trouble, "; ".join(trouble)[:2000]
+
+    def take_changes(self) -> Sequence[PlacementChange]:
+        return self.store.placements.take()
+
+    def snapshot(self) -> Sequence[PlacementChange]:
+        self.store.placements.take()
+        here = [PlacementChange("host", self.store.host.keys())]
+        here += [
+            PlacementChange(tier.store_id, tier.keys())
+            for tier in self.store.tiers
+            if tier.writable
+        ]
+        return here
+
+    def namespace_documents(self) -> Mapping[bytes, bytes]:
+        return {n.digest: n.document for n in self.namespaces.all()}
+
+    async def pull(self, pull: Pull) -> PullResult:
+        return await self.pulls.pull(pull)
+
+
+async def run_node(settings: NodeSettings) -> None:
+    """Run a node until SIGTERM, SIGINT or (`exit_with_stdin`) the end of standard input."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    node = await Node.start(settings)
+    try:
+        if settings.exit_with_stdin:
+            _watch_stdin(loop, stop)
+        _log.info("node %s serves engines at %s", settings.id, settings.socket_path)
+        await stop.wait()
+    finally:
+        await node.close()
+
+
+def _watch_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    def wait_for_end() -> None:
+        # Not through sys.stdin: its lock would be held at interpreter exit.
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(stop.set)
+
+    threading.Thread(target=wait_for_end, name="kvstrata-stdin", daemon=True).start()
+
+
+def _lock(socket: Path) -> int:
+    """Make the socket this process's own for life. Raises `ConfigError` if another node has it."""
+    socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(
+        socket.with_name(socket.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+    )
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        os.close(fd)
+        raise ConfigError(
+            f"another node serves {socket}: stop it, or give this one its own `id` or `socket`"
+        ) from e
+    return fd
+
+
+def _release(fd: int) -> None:
+    os.close(fd)

@@ -1,0 +1,340 @@
+"""Sessions over real sockets: what a client is promised, and what hostile input can't do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket as sockets
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvstrata import wire
+from kvstrata.client import Client, lifeline_path
+from kvstrata.config import HostSettings
+from kvstrata.errors import Expired, LinkBroken, Malformed, NamespaceMismatch
+from kvstrata.keys import Field, Group, Key, Namespace
+from kvstrata.node.engine_port import EnginePort
+from kvstrata.node.store import Namespaces, Store
+from kvstrata.region import Region
+from kvstrata.wire import State
+
+PAGE = 4096
+PAGES = 16
+NAMESPACE = Namespace(
+    model="m",
+    revision="r",
+    config="c",
+    dtype="float32",
+    content_format="test",
+    groups=(Group(0, "full", ("l0",), (Field("kv", 1, PAGE),), 16),),
+    blocks_per_chunk=1,
+    hash_algorithm="sha256",
+    hash_seed="0",
+)
+
+
+def key(n: int) -> Key:
+    return NAMESPACE.key(0, n.to_bytes(4, "big"))
+
+
+class Port:
+    """A running engine port over a region, and clients to it from threads."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.socket = tmp_path / "node.sock"
+        self.region = Region.create("test", "1", PAGES * PAGE, tmp_path)
+        namespaces = Namespaces()
+        settings = HostSettings(shm_dir=tmp_path)
+        loop = asyncio.get_running_loop()
+        self.store = Store(self.region.view, settings, namespaces, loop.time)
+        self.port = EnginePort(self.socket, self.store, self._welcome, self._status)
+
+    def _welcome(self, namespace: Namespace | None) -> wire.Welcome:
+        path = self.region.path
+        return wire.Welcome(
+            "test", "1", str(path.parent), path.name, self.region.size, 30.0, namespace
+        )
+
+    def _status(self, seq: int) -> wire.StatusReply:
+        labels = [s.label for s in self.port.sessions.values()]
+        return wire.StatusReply(seq, "test", "1", 0.0, [], labels, [], {}, {})
+
+    async def run(self, work: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.to_thread(work, *args)
+
+    def client(self, engine: str = "e", **kwargs: Any) -> Client:
+        kwargs.setdefault("namespace", NAMESPACE)
+        return Client.connect(self.socket, engine, timeout=5.0, **kwargs)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not condition():  # noqa: ASYNC110 - there is no event for a socket's end
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def port(tmp_path: Path) -> AsyncIterator[Port]:
+    running = Port(tmp_path)
+    await running.port.start()
+    task = asyncio.create_task(running.port.run())
+    yield running
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await running.port.close()
+    running.region.close()
+
+
+def fill(client: Client, *numbers: int) -> None:
+    keys = [key(n) for n in numbers]
+    for k, offset in zip(keys, client.reserve(keys), strict=True):
+        client.region.view[offset : offset + PAGE] = (k * PAGE)[:PAGE]
+    assert client.commit(keys) == [True] * len(keys)
+
+
+async def test_bytes_written_by_one_process_are_read_by_another(port: Port) -> None:
+    def work() -> None:
+        with port.client("a") as a, port.client("b") as b:
+            fill(a, 1, 2)
+            found = b.lookup([key(1), key(2), key(3)])
+            assert found.states == [State.HOST, State.HOST, State.MISS]
+            assert found.prefix == 2
+            for n, offset in zip((1, 2), found.offsets, strict=False):
+                view = b.region.view[offset : offset + PAGE]
+                assert bytes(view) == (key(n) * PAGE)[:PAGE]
+                view.release()
+            b.begin(found.lease, [key(1)])
+            b.end(found.lease, [key(1)])
+            b.release(found.lease)
+            with pytest.raises(Expired):
+                b.begin(found.lease, [key(1)])
+
+    await port.run(work)
+
+
+async def test_a_scheduler_learns_the_namespace_its_worker_registered(port: Port) -> None:
+    def work() -> None:
+        with port.client("e", role="worker"), port.client("e", namespace=None) as scheduler:
+            assert scheduler.namespace == NAMESPACE
+        with port.client("other", namespace=None) as stranger:
+            assert stranger.namespace is None
+
+    await port.run(work)
+
+
+async def test_two_workers_of_one_engine_must_mean_the_same_bytes(port: Port) -> None:
+    other = msgspec.structs.replace(NAMESPACE, dtype="bfloat16")
+
+    def work() -> None:
+        with (
+            port.client("e", role="worker"),
+            pytest.raises(NamespaceMismatch, match="dtype: 'float32' here, 'bfloat16' there"),
+        ):
+            port.client("e", role="worker", namespace=other)
+        # Once the old engine is gone, new weights are welcome.
+        port.client("f", role="worker", namespace=other).close()
+
+    await port.run(work)
+
+
+async def test_a_killed_process_gives_back_all_it_held(port: Port) -> None:
+    script = textwrap.dedent(
+        """
+        import sys, time
+        import msgspec
+        from kvstrata import wire
+        from kvstrata.client import Client
+        from kvstrata.keys import Namespace
+        namespace = Namespace.parse(sys.argv[2].encode())
+        client = Client.connect(sys.argv[1], "victim", namespace=namespace)
+        keys = [namespace.key(0, bytes([n])) for n in range(1, 5)]
+        client.reserve(keys)
+        client.send(wire.Step(0, credits={0: 2}))
+        client.status()
+        print("ready", flush=True)
+        time.sleep(60)
+        """
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        script,
+        str(port.socket),
+        NAMESPACE.document.decode(),
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(20):
+            assert await process.stdout.readline() == b"ready\n"
+        usage = port.store.host.usage()
+        assert (usage.writing, usage.granted) == (4 * PAGE, 2 * PAGE)
+        # Stopped is not dead: it may go on to write.
+        os.kill(process.pid, signal.SIGSTOP)
+        assert await port.run(lambda: _status_sessions(port)) == ["victim/scheduler", "t/tool"]
+        assert port.store.host.usage().writing == 4 * PAGE
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
+    await port.until(lambda: not port.port.sessions)
+    assert port.store.host.usage().used == 0
+
+
+def _status_sessions(port: Port) -> list[str]:
+    with port.client("t", role="tool", namespace=None) as tool:
+        return tool.status().sessions
+
+
+async def test_credits_are_granted_ahead_named_and_topped_up(port: Port) -> None:
+    def work() -> None:
+        with port.client() as client:
+            client.send(wire.Step(0, credits={0: 3}))
+            (reply,) = _replies(client, 1)
+            (granted,) = reply.credits
+            assert len(granted.offsets) == 3
+            uses = [wire.Use(granted.offsets[0], key(1)), wire.Use(12345, key(2))]
+            client.send(wire.Step(0, uses=uses, credits={0: 3}))
+            (reply,) = _replies(client, 1)
+            assert reply.used == [1, -1]
+            assert len(reply.credits[0].offsets) == 1
+            client.send(wire.Step(0, commits=[key(1)], lookups=[wire.Lookup(1, [key(1)])]))
+            (reply,) = _replies(client, 1)
+            assert reply.committed == [True]
+            assert reply.found[0].states == bytes([State.HOST])
+            # Sixteen pages, a quarter of them for credits, to all sessions together.
+            client.send(wire.Step(0, credits={0: 100}))
+            (reply,) = _replies(client, 1)
+            assert port.store.host.usage().granted == 4 * PAGE
+
+    await port.run(work)
+
+
+def _replies(client: Client, count: int) -> list[wire.StepReply]:
+    got: list[wire.StepReply] = []
+    while len(got) < count:
+        client._wait(5.0)
+        for message in client.receive():
+            assert isinstance(message, wire.StepReply), message
+            got.append(message)
+    return got
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (wire.Step(0, commits=[b"short"]), "a key has 21 to 52 bytes"),
+        (wire.Step(0, commits=[b"n" * 36]), "not of this session's namespace"),
+        (wire.Step(0, reserves=[NAMESPACE.key(5, b"h")]), "not of this session's namespace"),
+        (wire.Step(0, credits={5: 1}), "by group of this session's namespace"),
+        (wire.Step(0, credits={0: -1}), "by group of this session's namespace"),
+    ],
+)
+async def test_a_step_that_makes_no_sense_is_refused_whole(
+    port: Port, step: wire.Step, message: str
+) -> None:
+    step = msgspec.structs.replace(step, uses=[], reserves=[*step.reserves, key(1)])
+
+    def work() -> None:
+        with port.client() as client:
+            with pytest.raises(Malformed, match=message):
+                client._step(step)
+            assert client.reserve([key(2)]) == [0]  # key 1 was not reserved, the session stands
+
+    await port.run(work)
+
+
+async def test_garbage_does_not_hurt_anyone(port: Port) -> None:
+    def work() -> None:
+        context = zmq.Context()
+        with port.client() as client:
+            rude = context.socket(zmq.DEALER)
+            rude.setsockopt(zmq.LINGER, 0)
+            rude.connect(f"ipc://{port.socket}")
+            for frames in ([b""], [b"\xc1"], [b"a", b"b", b"c"], [os.urandom(1000)]):
+                rude.send_multipart(frames)
+            # Without a lifeline nothing is listened to, but an answer says why.
+            failure = wire.decode_from_node(rude.recv())
+            assert isinstance(failure, wire.Failure)
+            assert "lifeline" in failure.message
+            life = sockets.socket(sockets.AF_UNIX)
+            life.connect(str(lifeline_path(port.socket)))
+            life.sendall(b"x")  # half an id, then gone
+            life.close()
+            client._dealer.send(b"\xff\xff")
+            client._dealer.send(wire.encode(wire.Hello(1, "e", "scheduler")))
+            assert client.reserve([key(1)]) == [0]
+            rude.close()
+        context.term()
+
+    await port.run(work)
+    assert port.port.malformed >= 2
+
+
+async def test_another_protocol_is_refused(port: Port) -> None:
+    def work() -> None:
+        with Client.open(port.socket, "e", namespace=NAMESPACE) as client:
+            client._hello = wire.Hello(99, "e", "scheduler", NAMESPACE)
+            with pytest.raises(Malformed, match="protocol 99: this node speaks 1"):
+                _until_welcome(client)
+
+    await port.run(work)
+
+
+def _until_welcome(client: Client) -> None:
+    while not client.poll_welcome():
+        client._wait(5.0)
+
+
+async def test_the_node_going_away_is_noticed_at_once(port: Port) -> None:
+    client = await port.run(port.client)
+    await port.port.close()
+    with pytest.raises(LinkBroken, match="gone"):
+        await port.run(client.reserve, [key(1)])
+    with pytest.raises(LinkBroken):
+        client.receive()
+    client.close()
+
+
+async def test_no_node_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(LinkBroken, match="start one with `kvstrata node`"):
+        Client.connect(tmp_path / "none.sock", "e")
+
+
+async def test_dropping_by_tier(port: Port) -> None:
+    def work() -> None:
+        with port.client() as client:
+            fill(client, 1, 2)
+            assert client.drop(["host"], [key(1)]) == {"host": 1}
+            assert client.lookup([key(1), key(2)], want="all").states == [State.MISS, State.HOST]
+            with pytest.raises(Malformed, match="no tier 'fs'"):
+                client.drop(["fs"])
+
+    await port.run(work)
+
+
+async def test_a_pending_chunk_is_settled_when_its_writer_commits(port: Port) -> None:
+    def work() -> None:
+        with port.client("a") as a, port.client("b") as b:
+            a.reserve([key(1)])
+            b.send(wire.Step(0, lookups=[wire.Lookup(7, [key(1)], "all", 5.0)]))
+            (reply,) = _replies(b, 1)
+            assert reply.found[0].states == bytes([State.PENDING])
+            a.commit([key(1)])
+            b._wait(5.0)
+            (resolved,) = b.receive()
+            assert isinstance(resolved, wire.Resolved)
+            assert (resolved.id, resolved.keys, resolved.states) == (
+                7,
+                [key(1)],
+                bytes([State.HOST]),
+            )
+
+    await port.run(work)
