@@ -99,6 +99,8 @@ class Tier(ABC):
     """
 
     name: ClassVar[str]
+    writable: ClassVar[bool] = True
+    """False for a tier that only reads (peers): nothing cascades to it, `store` is `NO_ROOM`."""
     store_id: str
 
     @classmethod

@@ -1,0 +1,69 @@
+"""How bytes get from one node's region into another's; see `base` for the contract."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from importlib import import_module
+
+from kvstrata.errors import ConfigError
+from kvstrata.transports.base import Authorize, Read, Transport
+
+__all__ = ["Authorize", "Read", "Transport", "open_transport", "start_transports"]
+
+log = logging.getLogger(__name__)
+
+# Imported when asked for: nixl is optional, and large.
+_BUILT_IN = {
+    "nixl": "kvstrata.transports.nixl:NixlTransport",
+    "tcp": "kvstrata.transports.tcp:TcpTransport",
+}
+
+
+def open_transport(
+    name: str, memory: memoryview, authorize: Authorize, listen_host: str = ""
+) -> Transport:
+    """A transport by its name or an own one by `module:Class`, not started.
+
+    `memory` is the region (a writable byte view); with an empty `listen_host` it only pulls.
+    Raises `ConfigError`.
+    """
+    module, _, attribute = _BUILT_IN.get(name, name).partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise ConfigError(
+            f"peers.transports {name!r} is neither one of {sorted(_BUILT_IN)} nor module:Class: {e}"
+        ) from e
+    if not (isinstance(found, type) and issubclass(found, Transport)):
+        raise ConfigError(f"peers.transports {name!r} is not a kvstrata.transports.Transport")
+    return found(memory, authorize, listen_host)
+
+
+async def start_transports(
+    names: Sequence[str], memory: memoryview, authorize: Authorize, listen_host: str = ""
+) -> list[Transport]:
+    """Those of `names` that run on this host, started, in that order.
+
+    One that can't is skipped with a log line. Raises `ConfigError` if none is left.
+    """
+    started: list[Transport] = []
+    reasons: list[str] = []
+    for name in names:
+        try:
+            transport = open_transport(name, memory, authorize, listen_host)
+            await transport.start()
+        except ConfigError as e:
+            log.info("transport %s is left out: %s", name, e)
+            reasons.append(str(e))
+        except BaseException:
+            for other in started:
+                with contextlib.suppress(Exception):
+                    await other.close()
+            raise
+        else:
+            started.append(transport)
+    if not started:
+        raise ConfigError(f"none of peers.transports {list(names)} runs here: {'; '.join(reasons)}")
+    return started

@@ -35,10 +35,20 @@ class Read:
 class Transport(ABC):
     """Both ends in one object: it serves our region and pulls from others'.
 
-    Constructed with the node's region memory (a writable byte view) and an `Authorize`.
+    Constructed as `cls(memory, authorize, listen_host)`: the node's region (a writable byte
+    view), an `Authorize`, and the address to serve on; an empty host serves nobody, only pulls.
+
+    `checks_lease` is False where the medium reads one-sidedly, past the source's processor: then
+    only the lease's hold on the range and the checksum afterwards protect the reader.
     """
 
     name: ClassVar[str]
+    checks_lease: ClassVar[bool] = True
+
+    def __init__(self, memory: memoryview, authorize: Authorize, listen_host: str = "") -> None:
+        self._memory = memory
+        self._authorize = authorize
+        self._listen_host = listen_host
 
     @abstractmethod
     async def start(self) -> None:
@@ -47,6 +57,14 @@ class Transport(ABC):
     @abstractmethod
     def describe(self) -> bytes:
         """What a peer's `pull` needs to reach us; opaque to everyone else."""
+
+    def seen_from(self, remote: bytes, host: str) -> bytes:
+        """A source's `describe()`, with its address replaced by `host`, the one we dialled.
+
+        So that a peer's message can't make us dial anywhere else, and a source bound to every
+        interface needs not know its name. Media that address by other means return it as it is.
+        """
+        return remote
 
     @abstractmethod
     async def pull(
