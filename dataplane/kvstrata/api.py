@@ -169,6 +169,8 @@ class HeartbeatRequest(_Request):
     host: HostUse
     healthy: bool = True
     detail: Annotated[str, Field(max_length=2000)] = ""
+    next_seq: Annotated[int, Field(ge=0)] | None = None
+    """`seq` of the node's next report: shows a server that lost the last ones that it did."""
 
 
 class HeartbeatReply(_Answer):
@@ -437,11 +439,10 @@ class ProgressReply(_Answer):
 
 
 class TaskHealth(_Answer):
-    """A background task of the server. `restarts` counts how often it failed and began anew."""
+    """A background task of the server."""
 
     name: str
     healthy: bool
-    restarts: int
     detail: str = ""
 
 
@@ -451,5 +452,7 @@ class Health(_Answer):
     status: Literal["ok", "degraded"]
     version: str
     tasks: list[TaskHealth]
+    restarts: int
+    """How often a task failed and began anew."""
     unwritten_rows: int
     """Rows of the index that SQL doesn't have yet."""

@@ -1,0 +1,138 @@
+"""The control plane as a FastAPI app, and `kvstrata server`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from pydantic import ValidationError
+from pydantic_settings import CliApp
+
+from kvstrata.config import ServerSettings
+from kvstrata.errors import ConfigError
+from kvstrata_server import problems
+from kvstrata_server.auth import BearerToken, check_exposure, split_address
+from kvstrata_server.body_limit import BodyLimit
+from kvstrata_server.clock import Clock, steady_clock
+from kvstrata_server.metrics import Timing
+from kvstrata_server.plane import ControlState
+from kvstrata_server.routes import health, nodes, placements, transfers
+
+__all__ = ["create_app", "main"]
+
+MAX_BODY_BYTES = 64 << 20
+_GRACE = 5
+
+
+def create_app(settings: ServerSettings, clock: Clock | None = None) -> FastAPI:
+    """The app; its lifespan opens the database, loads the index and runs the background tasks.
+
+    `clock` gives seconds since the epoch and never goes back. Raises `ConfigError` on settings
+    that can't work, among them an address that others can reach without a token.
+    """
+    check_exposure(settings)
+    state = ControlState(settings, clock or steady_clock())
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await state.open()
+        try:
+            yield
+        finally:
+            await state.close()
+
+    app = FastAPI(
+        title="kvstrata control plane",
+        version=version("kvstrata"),
+        summary="Who holds which KV-cache chunk, and moving chunks to where they will be used",
+        lifespan=lifespan,
+        docs_url=None,  # it would load scripts from a CDN
+        redoc_url=None,
+        generate_unique_id_function=_operation_id,
+    )
+    app.state.control = state
+    problems.install(app)
+    for module in (nodes, placements, transfers, health):
+        app.include_router(module.router)
+
+    # The last one added is asked first.
+    app.add_middleware(BodyLimit, most=MAX_BODY_BYTES)
+    app.add_middleware(BearerToken, token=settings.token)
+    app.add_middleware(Timing, metrics=state.metrics)
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`kvstrata server`: serve until SIGTERM or SIGINT. Prints its address when it is ready."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        settings = CliApp.run(ServerSettings, cli_args=arguments)
+        app = create_app(settings)
+        listener = _listen(settings)
+        asyncio.run(_serve(app, listener))
+    except (ConfigError, ValidationError) as e:
+        print(f"kvstrata server: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+async def _serve(app: FastAPI, listener: socket.socket) -> None:
+    state: ControlState = app.state.control
+    # Opened here rather than by uvicorn's lifespan, whose failures end the process without a word
+    # of what to change.
+    async with app.router.lifespan_context(app):
+        server = _Server(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                ws="none",
+                timeout_graceful_shutdown=_GRACE,
+            ),
+            on_shutdown=state.transfers.close,
+        )
+        await server.serve(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Says where it listens, and ends long polls before it waits for requests to finish."""
+
+    def __init__(self, config: uvicorn.Config, on_shutdown: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_shutdown = on_shutdown
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            host, port = listener.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            print(f"kvstrata server: listening on http://{shown}:{port}", flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_shutdown()
+        await super().shutdown(sockets)
+
+
+def _listen(settings: ServerSettings) -> socket.socket:
+    host, port = split_address(settings.listen)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as e:
+        raise ConfigError(
+            f"server.listen {settings.listen!r}: {e.strerror}. Choose another port or address"
+        ) from e
+
+
+def _operation_id(route: APIRoute) -> str:
+    return route.name

@@ -1,0 +1,103 @@
+"""The engine, its settings, and the migrations applied at start."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection, Executable, event
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, InvalidRequestError, NoSuchModuleError, OperationalError
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from kvstrata.errors import ConfigError
+
+__all__ = ["Database", "alembic_config", "migrations_dir"]
+
+_BUSY_TIMEOUT = 10.0
+_STREAM_ROWS = 10_000
+
+
+def migrations_dir() -> Path:
+    """`kvstrata_server/migrations` in an installed wheel, `migrations/` in a checkout."""
+    here = Path(__file__).resolve().parent
+    for path in (here / "migrations", here.parents[1] / "migrations"):
+        if (path / "env.py").is_file():
+            return path
+    raise ConfigError(f"migrations are missing beside {here}: install kvstrata again")
+
+
+def alembic_config(connection: Connection | None = None, url: str = "") -> Config:
+    """Configuration for `alembic.command`: on a connection, or on an address of its own."""
+    config = Config()
+    config.set_main_option("script_location", str(migrations_dir()))
+    config.attributes["connection"] = connection
+    config.attributes["url"] = url
+    return config
+
+
+class Database:
+    """One SQLAlchemy engine. Raises `ConfigError` on an address that can't work."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._url = make_url(url)
+            self.engine: AsyncEngine = create_async_engine(url)
+        except (ArgumentError, InvalidRequestError, NoSuchModuleError) as e:
+            raise ConfigError(
+                f"server.database: {e}. Write an address with an async driver, as in "
+                "sqlite+aiosqlite:///kvstrata.sqlite"
+            ) from e
+        backend = self._url.get_backend_name()
+        if backend not in ("sqlite", "postgresql"):
+            raise ConfigError(f"server.database: {backend} is not supported; use sqlite")
+        if backend == "sqlite":
+            event.listen(self.engine.sync_engine, "connect", _set_pragmas)
+
+    @property
+    def shown(self) -> str:
+        """The address without its password."""
+        return self._url.render_as_string(hide_password=True)
+
+    async def migrate(self) -> None:
+        """Bring the schema to the newest version. Raises `ConfigError` if it can't be opened."""
+        try:
+            async with self.engine.begin() as connection:
+                await connection.run_sync(_upgrade)
+        except OperationalError as e:
+            raise ConfigError(
+                f"server.database {self.shown} can't be opened: {e.orig}. "
+                "Does its directory exist, and may this user write there?"
+            ) from e
+
+    async def stream(self, select: Executable) -> AsyncIterator[list[Any]]:
+        """Rows in parts, so that a big table neither fills memory nor holds the loop."""
+        async with self.engine.connect() as connection:
+            result = await connection.stream(select)
+            async for part in result.partitions(_STREAM_ROWS):
+                yield list(part)
+
+    async def rows(self, select: Executable) -> list[Any]:
+        async with self.engine.connect() as connection:
+            return list((await connection.execute(select)).all())
+
+    async def close(self) -> None:
+        await self.engine.dispose()
+
+
+def _upgrade(connection: Connection) -> None:
+    command.upgrade(alembic_config(connection), "head")
+
+
+def _set_pragmas(connection: Any, record: object) -> None:
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    # In WAL mode a commit then survives the death of the process, though not a power cut that
+    # takes the last transactions. What those held is soft state, or was told to be accepted.
+    cursor.execute("PRAGMA synchronous=NORMAL")
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.execute(f"PRAGMA busy_timeout={int(_BUSY_TIMEOUT * 1000)}")
+    cursor.close()

@@ -1,0 +1,143 @@
+"""The tables. They are written behind the in-process index and stay queryable by people.
+
+    namespaces                what must match for bytes to be interchangeable
+    nodes ── locations        what one node reports about its host, or about one store
+               │     └─ stores    a mount or bucket that several nodes may share
+               └─ placements   one chunk at one location
+    transfers ── transfer_chunks
+
+A store that two nodes share has a location for each: who reported a chunk matters when one of
+them sends a snapshot, which must not drop what only the other one knows. A chunk is identified
+by (namespace, chunk) with `chunk` = group (4 B) + hash; together they are the key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    UniqueConstraint,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+__all__ = [
+    "Base",
+    "LocationRow",
+    "NamespaceRow",
+    "NodeRow",
+    "PlacementRow",
+    "StoreRow",
+    "TransferChunkRow",
+    "TransferRow",
+]
+
+
+class Base(DeclarativeBase):
+    # Named constraints: SQLite can only alter a table by copying it, and Alembic finds what to
+    # leave out of the copy by name.
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+
+
+class NamespaceRow(Base):
+    __tablename__ = "namespaces"
+
+    digest: Mapped[bytes] = mapped_column(LargeBinary(16), primary_key=True)
+    document: Mapped[bytes | None] = mapped_column(LargeBinary)
+    """Canonical JSON; NULL until a node reports it."""
+
+
+class NodeRow(Base):
+    __tablename__ = "nodes"
+
+    id: Mapped[str] = mapped_column(String(128), primary_key=True)
+    incarnation: Mapped[str] = mapped_column(String(128))
+    next_seq: Mapped[int] = mapped_column(BigInteger)
+    """Reports up to here are in `placements`: both change in one transaction."""
+    peer_address: Mapped[str | None] = mapped_column(String(255))
+    transports: Mapped[list[str]] = mapped_column(JSON)
+    capacity_bytes: Mapped[int] = mapped_column(BigInteger)
+    gone: Mapped[bool] = mapped_column(Boolean)
+    registered: Mapped[float] = mapped_column(Double)
+
+
+class StoreRow(Base):
+    __tablename__ = "stores"
+
+    id: Mapped[str] = mapped_column(String(128), primary_key=True)
+    tier: Mapped[str] = mapped_column(String(64))
+
+
+class LocationRow(Base):
+    __tablename__ = "locations"
+    __table_args__ = (UniqueConstraint("node_id", "store_id"),)
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True)
+    node_id: Mapped[str] = mapped_column(ForeignKey("nodes.id"))
+    store_id: Mapped[str | None] = mapped_column(ForeignKey("stores.id"))
+    """NULL: the node's host memory."""
+    attached: Mapped[bool] = mapped_column(Boolean)
+    """Whether the node has the store attached now, and so can serve all that is in it."""
+
+
+class PlacementRow(Base):
+    __tablename__ = "placements"
+    # Clustered by the primary key: one B-tree instead of two.
+    __table_args__ = (Index(None, "namespace", "chunk"), {"sqlite_with_rowid": False})
+
+    location_id: Mapped[int] = mapped_column(ForeignKey("locations.id"), primary_key=True)
+    namespace: Mapped[bytes] = mapped_column(
+        LargeBinary(16), ForeignKey("namespaces.digest"), primary_key=True
+    )
+    chunk: Mapped[bytes] = mapped_column(LargeBinary(36), primary_key=True)
+
+
+class TransferRow(Base):
+    __tablename__ = "transfers"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    state: Mapped[str] = mapped_column(String(16), index=True)
+    source: Mapped[str] = mapped_column(String(128))
+    target: Mapped[str] = mapped_column(ForeignKey("nodes.id"))
+    priority: Mapped[int] = mapped_column(Integer)
+    created: Mapped[float] = mapped_column(Double)
+    deadline: Mapped[float] = mapped_column(Double)
+    ended: Mapped[float | None] = mapped_column(Double, index=True)
+    hold: Mapped[float] = mapped_column(Double)
+    byte_budget: Mapped[int | None] = mapped_column(BigInteger)
+    moved_bytes: Mapped[int] = mapped_column(BigInteger)
+    detail: Mapped[str] = mapped_column(String(2000))
+    hints: Mapped[dict[str, Any]] = mapped_column(JSON)
+    """What orchestrators paste: `kv_transfer_params` and `router_hint`."""
+    idempotency_key: Mapped[str | None] = mapped_column(String(255), unique=True)
+    request_digest: Mapped[bytes] = mapped_column(LargeBinary(32))
+
+
+class TransferChunkRow(Base):
+    __tablename__ = "transfer_chunks"
+    __table_args__ = ({"sqlite_with_rowid": False},)
+
+    transfer_id: Mapped[str] = mapped_column(
+        ForeignKey("transfers.id", ondelete="CASCADE"), primary_key=True
+    )
+    position: Mapped[int] = mapped_column(Integer, primary_key=True)
+    """Place in the request; the engine's order of the prefix."""
+    key: Mapped[bytes] = mapped_column(LargeBinary(52))
+    outcome: Mapped[str] = mapped_column(String(16))
+    source: Mapped[str | None] = mapped_column(String(128))

@@ -1,0 +1,61 @@
+"""The namespaces that nodes reported chunks of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from kvstrata import api
+from kvstrata.keys import DIGEST_BYTES, Key, Namespace, split_key
+from kvstrata_server.writer import Writer
+from kvstrata_server.writes import PutNamespace
+
+__all__ = ["Namespaces"]
+
+
+class Namespaces:
+    """Digest -> document; None where chunks were reported before the document."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._known: dict[bytes, Namespace | None] = {}
+
+    def load(self, digest: bytes, document: bytes | None) -> None:
+        self._known[digest] = None if document is None else Namespace.parse(document)
+
+    def learn(self, documents: Iterable[Namespace]) -> None:
+        for namespace in documents:
+            if self._known.get(namespace.digest) is None:
+                self._known[namespace.digest] = namespace
+                self._writer.put(PutNamespace(namespace.digest, namespace.document))
+
+    def mention(self, keys: Iterable[Key]) -> None:
+        """Make sure the namespaces of these keys have rows that placements can refer to."""
+        for digest in {key[:DIGEST_BYTES] for key in keys}:
+            if digest not in self._known:
+                self._known[digest] = None
+                self._writer.put(PutNamespace(digest, None))
+
+    def documents(self, keys: Iterable[Key]) -> list[str]:
+        """Documents behind these keys, as far as they are known."""
+        found = (self._known.get(digest) for digest in {key[:DIGEST_BYTES] for key in keys})
+        return [namespace.document.decode() for namespace in found if namespace is not None]
+
+    def chunk_bytes(self, key: Key) -> int:
+        """Bytes of this chunk; 0 if its namespace or group isn't known."""
+        digest, group, _ = split_key(key)
+        namespace = self._known.get(digest)
+        return 0 if namespace is None else namespace.chunk_bytes.get(group, 0)
+
+    def page(self, after: str | None, limit: int) -> api.NamespaceList:
+        digests = sorted(digest.hex() for digest in self._known)
+        rest = [digest for digest in digests if after is None or digest > after]
+        shown = [self._info(digest) for digest in rest[:limit]]
+        more = shown[-1].digest if len(rest) > limit else None
+        return api.NamespaceList(namespaces=shown, next=more)
+
+    def _info(self, digest: str) -> api.NamespaceInfo:
+        namespace = self._known[bytes.fromhex(digest)]
+        document = None if namespace is None else msgspec.json.decode(namespace.document)
+        return api.NamespaceInfo(digest=digest, document=document)

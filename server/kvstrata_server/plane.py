@@ -1,0 +1,151 @@
+"""The control plane's parts, put together; they live as long as the app's lifespan."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import version
+
+from sqlalchemy import select
+from starlette.requests import Request
+
+from kvstrata import api
+from kvstrata.config import ServerSettings
+from kvstrata.keys import Key
+from kvstrata.node.supervisor import Supervisor
+from kvstrata_server.clock import Clock
+from kvstrata_server.cluster import Cluster, Node
+from kvstrata_server.database import Database
+from kvstrata_server.index import PlacementIndex
+from kvstrata_server.metrics import Metrics
+from kvstrata_server.models import LocationRow, NamespaceRow, NodeRow, PlacementRow, StoreRow
+from kvstrata_server.namespaces import Namespaces
+from kvstrata_server.transfers import Scheduler
+from kvstrata_server.writer import Writer
+
+__all__ = ["ControlState", "state_of"]
+
+_SWEEP_INTERVAL = 0.25
+_FORGET_INTERVAL = 60.0
+_FLUSH_TIMEOUT = 10.0
+
+
+class ControlState:
+    """Everything the routes need. `open` loads it from SQL, `close` writes what is left."""
+
+    def __init__(self, settings: ServerSettings, clock: Clock) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.metrics = Metrics()
+        self.database = Database(settings.database)
+        self.writer = Writer(self.database)
+        self.index = PlacementIndex()
+        self.namespaces = Namespaces(self.writer)
+        self.cluster = Cluster(
+            self.index,
+            self.namespaces,
+            self.writer,
+            self.metrics,
+            clock,
+            settings.heartbeat_ttl,
+        )
+        self.transfers = Scheduler(
+            self.cluster,
+            self.database,
+            self.writer,
+            self.metrics,
+            clock,
+            settings.transfer_retention,
+        )
+        self.ready = False
+        self._tasks = Supervisor()
+
+    async def open(self) -> None:
+        """Raises `ConfigError` if the database can't be used."""
+        await self.database.migrate()
+        await self._load()
+        await self.transfers.load()
+        self._tasks.start("writer", self.writer.run)
+        self._tasks.start("sweep", self._sweep)
+        self.ready = True
+
+    async def close(self) -> None:
+        self.ready = False
+        self.transfers.close()
+        await self.writer.drain(_FLUSH_TIMEOUT)
+        await self._tasks.stop()
+        await self.database.close()
+
+    def health(self) -> api.Health:
+        tasks = [
+            api.TaskHealth(name=name, healthy=state == "running", detail=state)
+            for name, state in self._tasks.states.items()
+        ]
+        if self.writer.problem:
+            tasks.append(api.TaskHealth(name="database", healthy=False, detail=self.writer.problem))
+        well = all(task.healthy for task in tasks)
+        return api.Health(
+            status="ok" if well else "degraded",
+            version=version("kvstrata"),
+            tasks=tasks,
+            restarts=self._tasks.restarts,
+            unwritten_rows=self.writer.unwritten_rows,
+        )
+
+    def measure(self) -> bytes:
+        """Metrics as Prometheus text."""
+        for state in api.NodeState:
+            count = sum(self.cluster.state(n) is state for n in self.cluster.nodes.values())
+            self.metrics.nodes.labels(state.value).set(count)
+        self.metrics.chunks.set(len(self.index))
+        self.metrics.placements.set(self.index.placements)
+        self.metrics.active_transfers.set(self.transfers.active)
+        self.metrics.unwritten_rows.set(self.writer.unwritten_rows)
+        self.metrics.dropped_writes.set(self.writer.dropped)
+        return self.metrics.text()
+
+    async def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        forgotten = loop.time() - _FORGET_INTERVAL
+        while True:
+            self.transfers.expire()
+            self.transfers.sweep()
+            if loop.time() - forgotten >= _FORGET_INTERVAL:
+                forgotten = loop.time()
+                self.transfers.forget_old()
+            await asyncio.sleep(_SWEEP_INTERVAL)
+
+    async def _load(self) -> None:
+        """Nodes count as silent until they speak: what SQL says of them may be long past."""
+        for row in await self.database.rows(select(NamespaceRow.__table__)):
+            self.namespaces.load(row.digest, row.document)
+        for row in await self.database.rows(select(NodeRow.__table__)):
+            self.cluster.load_node(
+                Node(
+                    id=row.id,
+                    incarnation=row.incarnation,
+                    next_seq=row.next_seq,
+                    peer_address=row.peer_address,
+                    transports=tuple(row.transports),
+                    capacity_bytes=row.capacity_bytes,
+                    gone=row.gone,
+                    registered=row.registered,
+                )
+            )
+        for row in await self.database.rows(select(StoreRow.__table__)):
+            self.cluster.load_store(row.id, row.tier)
+        for row in await self.database.rows(select(LocationRow.__table__)):
+            self.cluster.load_location(row.id, row.node_id, row.store_id, row.attached)
+        async for part in self.database.stream(select(PlacementRow.__table__)):
+            by_location: dict[int, list[Key]] = {}
+            for location, namespace, chunk in part:
+                by_location.setdefault(location, []).append(Key(namespace + chunk))
+            for location, keys in by_location.items():
+                self.index.add(location, keys)
+
+
+def state_of(request: Request) -> ControlState:
+    """The parts, for a route."""
+    state = request.app.state.control
+    if not isinstance(state, ControlState):
+        raise TypeError("this app was not made by create_app")
+    return state

@@ -1,0 +1,114 @@
+"""Every error as an RFC 9457 problem document, and how the document of the API says so."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from kvstrata.api import HTTP_STATUS, Problem
+from kvstrata.errors import Malformed, PeerRefused
+
+__all__ = ["MEDIA_TYPE", "Conflict", "install", "problem", "responses"]
+
+log = logging.getLogger(__name__)
+
+MEDIA_TYPE = "application/problem+json"
+_MAX_ERRORS = 20
+
+_TITLES = {
+    400: "Bad request",
+    401: "Not authenticated",
+    403: "Refused",
+    404: "Not here",
+    405: "Method not allowed",
+    409: "Conflict",
+    410: "Expired",
+    413: "Request too large",
+    422: "Malformed request",
+    500: "Internal error",
+    502: "Broken behind this server",
+    503: "Busy",
+    507: "No space",
+}
+_CODES = {401: "unauthenticated", 404: "missing", 405: "method_not_allowed", 413: "too_large"}
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
+
+
+class Conflict(PeerRefused):
+    """The request contradicts an earlier one. Clients see `PeerRefused`."""
+
+    code = "conflict"
+
+
+_STATUS = HTTP_STATUS | {Conflict.code: 409}
+
+
+def problem(
+    status: int,
+    detail: str,
+    code: str = "",
+    errors: list[dict[str, Any]] | None = None,
+    headers: dict[str, str] | None = None,
+) -> Response:
+    """One error as a response."""
+    document = Problem(
+        title=_TITLES.get(status, "Error"),
+        status=status,
+        detail=detail,
+        code=code or _CODES.get(status, "error"),
+        retryable=status >= 500 and status not in (500, 507),
+        errors=errors or [],
+    )
+    return Response(
+        document.model_dump_json(),
+        status,
+        headers={**_HEADERS.get(status, {}), **(headers or {})},
+        media_type=MEDIA_TYPE,
+    )
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of this app with a problem document."""
+
+    async def ours(request: Request, error: Any) -> Response:
+        return problem(_STATUS.get(error.code, 500), str(error), error.code)
+
+    async def http(request: Request, error: Any) -> Response:
+        detail = str(error.detail)
+        if error.status_code == 404:
+            detail = f"there is nothing at {request.url.path}: see /openapi.json"
+        return problem(error.status_code, detail, headers=dict(error.headers or {}))
+
+    async def invalid(request: Request, error: Any) -> Response:
+        found = [
+            {"loc": list(each["loc"]), "msg": each["msg"], "type": each["type"]}
+            for each in error.errors()[:_MAX_ERRORS]
+        ]
+        return problem(422, "the request does not follow its schema", Malformed.code, found)
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        # The server's log has the trace; a stranger is told nothing about our insides.
+        return problem(500, "this is a defect of the server; its log says more")
+
+    from kvstrata.errors import KVStrataError
+
+    app.add_exception_handler(KVStrataError, ours)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(Exception, unexpected)
+
+
+def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What a route may answer besides success, for its entry in the API's document."""
+    return {
+        status: {
+            "description": _TITLES[status],
+            "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        }
+        for status in (401, 413, 422, *statuses, 500)
+    }

@@ -1,0 +1,80 @@
+"""What nodes say and are told, and what is known about them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query, Request
+
+from kvstrata import api
+from kvstrata_server.plane import ControlState, state_of
+from kvstrata_server.problems import responses
+from kvstrata_server.routes.paging import After, Limit, NodeId
+
+router = APIRouter(prefix="/v1/nodes", tags=["nodes"])
+
+State = Annotated[ControlState, Depends(state_of)]
+Incarnation = Annotated[
+    str, Query(max_length=128, description="The node's start id, as registered")
+]
+
+
+@router.post("", responses=responses(503))
+async def register_node(registration: api.NodeRegistration, state: State) -> api.RegistrationReply:
+    """A node says that it is here. Repeating it is harmless; a new incarnation voids what the
+    old one held in host memory."""
+    return state.cluster.register(registration)
+
+
+@router.get("", responses=responses())
+async def list_nodes(state: State, after: After = None, limit: Limit = 100) -> api.NodeList:
+    """All nodes ever registered, in order of their ids."""
+    return state.cluster.page(after, limit)
+
+
+@router.get("/{node_id}", responses=responses(404))
+async def get_node(node_id: NodeId, state: State) -> api.NodeInfo:
+    return state.cluster.info(state.cluster.known(node_id))
+
+
+@router.delete("/{node_id}", responses=responses(404, 410))
+async def deregister_node(
+    node_id: NodeId, state: State, incarnation: Incarnation | None = None
+) -> api.NodeInfo:
+    """Take a node out of service: what it holds in host memory is no longer offered. What it put
+    into stores stays, for others that share them. A node that is alive registers again."""
+    return state.cluster.info(state.cluster.deregister(node_id, incarnation))
+
+
+@router.put("/{node_id}/heartbeat", responses=responses(404, 410))
+async def put_heartbeat(
+    node_id: NodeId, beat: api.HeartbeatRequest, state: State
+) -> api.HeartbeatReply:
+    """A node is alive, and how full it is."""
+    return state.cluster.heartbeat(node_id, beat)
+
+
+@router.post("/{node_id}/reports", responses=responses(404, 410, 503))
+async def post_report(node_id: NodeId, report: api.Report, state: State) -> api.ReportReply:
+    """Which chunks appeared at or left the locations of a node, since the report before."""
+    return state.cluster.report(node_id, report)
+
+
+@router.get("/{node_id}/commands", responses=responses(404, 410))
+async def poll_commands(
+    node_id: NodeId,
+    incarnation: Incarnation,
+    state: State,
+    request: Request,
+    wait: Annotated[
+        float, Query(ge=0, le=api.MAX_WAIT, description="Seconds to wait for a command")
+    ] = 0.0,
+) -> api.CommandBatch:
+    """What a node is asked to do: a long poll that is answered as soon as there is something."""
+    return await state.transfers.commands(node_id, incarnation, wait, request.is_disconnected)
+
+
+@router.post("/{node_id}/progress", responses=responses(403, 404, 410, 503))
+async def post_progress(node_id: NodeId, progress: api.Progress, state: State) -> api.ProgressReply:
+    """What became of a transfer's keys, so far or for good."""
+    return await state.transfers.progress(node_id, progress)

@@ -1,0 +1,32 @@
+"""Who holds what."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+
+from kvstrata import api
+from kvstrata_server.lookup import look_up
+from kvstrata_server.plane import ControlState, state_of
+from kvstrata_server.problems import responses
+from kvstrata_server.routes.paging import After, Limit
+
+router = APIRouter(prefix="/v1", tags=["placements"])
+
+State = Annotated[ControlState, Depends(state_of)]
+
+
+@router.post("/placements:lookup", responses=responses())
+async def lookup_placements(request: api.LookupRequest, state: State) -> api.LookupReply:
+    """For a chain of keys, the longest prefix that each node can serve, in all and per tier.
+    Only nodes heard within their heartbeat TTL are offered, and each answer says how old it is."""
+    return look_up(state.cluster, state.metrics, request)
+
+
+@router.get("/namespaces", responses=responses())
+async def list_namespaces(
+    state: State, after: After = None, limit: Limit = 100
+) -> api.NamespaceList:
+    """Documents behind the namespace digests that keys begin with, in order of the digests."""
+    return state.namespaces.page(after, limit)

@@ -1,0 +1,143 @@
+"""One transfer and its rules; `transfers` decides when what happens to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstrata import api
+from kvstrata.api import Outcome, TransferState
+from kvstrata.keys import Key
+from kvstrata_server.writes import ChunkOutcome, PutTransfer, UpdateTransfer
+
+__all__ = ["Transfer"]
+
+
+@dataclass(slots=True)
+class Transfer:
+    """`keys`, `outcomes` and `sources` run in parallel, in request order."""
+
+    id: str
+    state: TransferState
+    source: str
+    target: str
+    priority: int
+    created: float
+    deadline: float
+    hold: float
+    byte_budget: int | None
+    keys: list[Key]
+    outcomes: list[Outcome]
+    sources: list[str | None]
+    idempotency_key: str | None
+    request_digest: bytes
+    ended: float | None = None
+    bytes: int = 0
+    detail: str = ""
+    hints: dict[str, Any] = field(default_factory=dict)
+    taken_by: str | None = None
+    """Incarnation of the target that said it works on this."""
+    offered: float | None = None
+    offered_to: str | None = None
+
+    def is_due(self, incarnation: str, now: float, redelivery: float) -> bool:
+        """Whether this incarnation should be handed the command (again)."""
+        if self.taken_by == incarnation:
+            return False
+        if self.offered is None or self.offered_to != incarnation:
+            return True
+        return now - self.offered >= redelivery
+
+    def offer(self, incarnation: str, now: float) -> None:
+        self.offered, self.offered_to = now, incarnation
+
+    def record(
+        self, outcomes: Iterable[tuple[Key, Outcome]], sources: Mapping[Key, str]
+    ) -> list[int]:
+        """Set outcomes; returns the positions that changed. Keys not asked for are ignored."""
+        position = {key: i for i, key in enumerate(self.keys)}
+        changed = []
+        for key, outcome in outcomes:
+            i = position.get(key)
+            if i is not None:
+                self.outcomes[i] = outcome
+                self.sources[i] = sources.get(key, self.sources[i])
+                changed.append(i)
+        return changed
+
+    def settle(self, rest: Outcome) -> list[int]:
+        """Give keys without an outcome this one; returns their positions."""
+        pending = [i for i, outcome in enumerate(self.outcomes) if outcome is Outcome.PENDING]
+        for i in pending:
+            self.outcomes[i] = rest
+        return pending
+
+    def final_state(self) -> TransferState:
+        """What final progress makes of it."""
+        here = sum(o in (Outcome.STORED, Outcome.PRESENT) for o in self.outcomes)
+        if here == len(self.keys):
+            return TransferState.DONE
+        return TransferState.PARTIAL if here else TransferState.FAILED
+
+    # ------------------------------------------------------------ as messages and rows
+
+    def summary(self) -> api.TransferSummary:
+        return api.TransferSummary(
+            id=self.id,
+            state=self.state,
+            source=self.source,
+            target=self.target,
+            priority=self.priority,
+            created=self.created,
+            deadline=self.deadline,
+            ended=self.ended,
+            detail=self.detail,
+            bytes=self.bytes,
+            counts=dict(Counter(self.outcomes)),
+        )
+
+    def info(self) -> api.TransferInfo:
+        return api.TransferInfo(
+            **dict(self.summary()),
+            keys=[
+                api.KeyOutcome(key=key.hex(), outcome=outcome, source=source)
+                for key, outcome, source in zip(self.keys, self.outcomes, self.sources, strict=True)
+            ],
+            kv_transfer_params=self.hints.get("kv_transfer_params", {}),
+            router_hint=self.hints.get("router_hint", {}),
+        )
+
+    def row(self) -> PutTransfer:
+        return PutTransfer(
+            id=self.id,
+            state=self.state.value,
+            source=self.source,
+            target=self.target,
+            priority=self.priority,
+            created=self.created,
+            deadline=self.deadline,
+            hold=self.hold,
+            byte_budget=self.byte_budget,
+            hints=self.hints,
+            idempotency_key=self.idempotency_key,
+            request_digest=self.request_digest,
+            chunks=self._chunks(range(len(self.keys))),
+        )
+
+    def update(self, positions: Iterable[int]) -> UpdateTransfer:
+        return UpdateTransfer(
+            id=self.id,
+            state=self.state.value,
+            ended=self.ended,
+            bytes=self.bytes,
+            detail=self.detail,
+            chunks=self._chunks(positions),
+        )
+
+    def _chunks(self, positions: Iterable[int]) -> list[ChunkOutcome]:
+        return [
+            ChunkOutcome(i, self.keys[i], self.outcomes[i].value, self.sources[i])
+            for i in positions
+        ]

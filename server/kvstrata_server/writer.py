@@ -1,0 +1,141 @@
+"""The only writer of SQL: takes changes behind the index, and commits them in batches.
+
+Everything is written in the order it was put, so the rows are at any time what the index was a
+moment ago. The queue is bounded by rows: `require_room` refuses work (`Busy`, which nodes
+answer by sending it again later) before the index changes, so that nothing is ever dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+
+from sqlalchemy.exc import DBAPIError, OperationalError, StatementError
+
+from kvstrata.backoff import Backoff
+from kvstrata.errors import Busy
+from kvstrata_server.database import Database
+from kvstrata_server.writes import Write
+
+__all__ = ["Writer"]
+
+log = logging.getLogger(__name__)
+
+_BATCH_ROWS = 20_000
+
+
+class Writer:
+    """A bounded queue of writes, and the loop (`run`, to be supervised) that commits them.
+
+    `max_rows` bounds the queue; a single change may go past it, so that big ones fit at all.
+    """
+
+    def __init__(self, database: Database, max_rows: int = 500_000) -> None:
+        self.problem = ""
+        """Why the last attempt to write failed; empty if it didn't."""
+        self.dropped = 0
+        """Writes that the database refused for what they say: a defect of ours."""
+        self._database = database
+        self._max_rows = max_rows
+        self._queue: deque[Write] = deque()
+        self._rows = 0
+        self.position = 0
+        """How many writes were put."""
+        self.committed = 0
+        """How many of them are in SQL."""
+        self._filled = asyncio.Event()
+        self._advanced = asyncio.Event()
+
+    @property
+    def unwritten_rows(self) -> int:
+        return self._rows
+
+    def require_room(self) -> None:
+        """Raises `Busy` while SQL is too far behind. Call it before changing the index."""
+        if self._rows >= self._max_rows:
+            raise Busy(
+                f"the database is {self._rows} rows behind; send this again later. "
+                "See /healthz for why it is slow"
+            )
+
+    def put(self, *writes: Write) -> None:
+        self._queue.extend(writes)
+        self.position += len(writes)
+        self._rows += sum(write.rows for write in writes)
+        self._filled.set()
+
+    async def flushed(self, timeout: float) -> None:
+        """Return when all that was put so far is committed. Raises `Busy` after `timeout` s."""
+        wanted = self.position
+        try:
+            async with asyncio.timeout(timeout):
+                while self.committed < wanted:
+                    self._advanced.clear()
+                    await self._advanced.wait()
+        except TimeoutError:
+            raise Busy(
+                f"the database did not take a write within {timeout:g} s: see /healthz"
+            ) from None
+
+    async def drain(self, timeout: float) -> None:
+        """Write what is queued, for `timeout` seconds at most. What is left, nodes report again."""
+        try:
+            await self.flushed(timeout)
+        except Busy:
+            log.error("ending with %d rows unwritten", self._rows)
+
+    async def run(self) -> None:
+        """Commit what is put, for ever. A database that is locked, full or away is retried."""
+        backoff = Backoff()
+        while True:
+            while not self._queue:
+                self._filled.clear()
+                await self._filled.wait()
+            batch, rows = self._next_batch()
+            try:
+                await self._commit(batch)
+            except OperationalError as e:
+                self.problem = f"{e.orig}"
+                log.warning("the database takes no writes, %d rows wait: %s", self._rows, e.orig)
+                await asyncio.sleep(backoff.next())
+                continue
+            backoff.reset()
+            self.problem = ""
+            for _ in batch:
+                self._queue.popleft()
+            self._rows -= rows
+            self.committed += len(batch)
+            self._advanced.set()
+
+    def _next_batch(self) -> tuple[list[Write], int]:
+        batch: list[Write] = []
+        rows = 0
+        for write in self._queue:
+            if batch and rows + write.rows > _BATCH_ROWS:
+                break
+            batch.append(write)
+            rows += write.rows
+        return batch, rows
+
+    async def _commit(self, batch: list[Write]) -> None:
+        try:
+            async with self._database.engine.begin() as connection:
+                for write in batch:
+                    await write.apply(connection)
+        except OperationalError:
+            raise  # locked, full, gone: the same batch may succeed later
+        except (DBAPIError, StatementError):
+            await self._commit_singly(batch)
+
+    async def _commit_singly(self, batch: list[Write]) -> None:
+        """One of them is wrong in itself and would block all others forever: leave it out."""
+        for write in batch:
+            try:
+                async with self._database.engine.begin() as connection:
+                    await write.apply(connection)
+            except OperationalError:
+                raise
+            except (DBAPIError, StatementError):
+                self.dropped += 1
+                log.exception("dropped a write that the database refuses: %.500r", write)
