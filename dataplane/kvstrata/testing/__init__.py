@@ -1,0 +1,11 @@
+"""Contracts as test suites, for parts in this package and outside it. Needs pytest.
+
+Subclass `TierTests`, say how to open your tier, and inherit its tests.
+"""
+
+from __future__ import annotations
+
+from kvstrata.testing.clock import FakeClock
+from kvstrata.testing.tiers import Damage, TierTests
+
+__all__ = ["Damage", "FakeClock", "TierTests"]

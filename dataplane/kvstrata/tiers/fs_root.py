@@ -107,11 +107,11 @@ class Root:
 
     def close(self) -> None:
         """Let go. Idempotent."""
-        if self._lock >= 0:
+        fd, self._lock = self._lock, -1  # one step: two threads may close
+        if fd >= 0:
             with contextlib.suppress(OSError):
                 os.unlink(self._lock_path(self._writer))
-            os.close(self._lock)
-            self._lock = -1
+            os.close(fd)
 
     def _temp(self, directory: str) -> str:
         return f"{directory}/.{self._writer}.{next(self._temps)}.tmp"
