@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from importlib.metadata import version
 
 import uvicorn
@@ -106,6 +107,20 @@ async def _serve(app: FastAPI, listener: socket.socket) -> None:
 
 class _Server(uvicorn.Server):
     """Says where it listens, and ends long polls before it waits for requests to finish."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # uvicorn raises the signal again once it has served, which would end the process before
+        # the queue of writes is flushed.
+        loop = asyncio.get_running_loop()
+        ends = (signal.SIGINT, signal.SIGTERM)
+        for end in ends:
+            loop.add_signal_handler(end, self.handle_exit, end, None)
+        try:
+            yield
+        finally:
+            for end in ends:
+                loop.remove_signal_handler(end)
 
     def __init__(self, config: uvicorn.Config, on_shutdown: Callable[[], None]) -> None:
         super().__init__(config)

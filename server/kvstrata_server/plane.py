@@ -58,6 +58,7 @@ class ControlState:
         )
         self.ready = False
         self._tasks = Supervisor()
+        self._version = version("kvstrata")
 
     async def open(self) -> None:
         """Raises `ConfigError` if the database can't be used."""
@@ -85,7 +86,7 @@ class ControlState:
         well = all(task.healthy for task in tasks)
         return api.Health(
             status="ok" if well else "degraded",
-            version=version("kvstrata"),
+            version=self._version,
             tasks=tasks,
             restarts=self._tasks.restarts,
             unwritten_rows=self.writer.unwritten_rows,

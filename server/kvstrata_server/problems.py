@@ -35,7 +35,8 @@ _TITLES = {
     503: "Busy",
     507: "No space",
 }
-_CODES = {401: "unauthenticated", 404: "missing", 405: "method_not_allowed", 413: "too_large"}
+# Not `missing`: that would tell a node to register again at a server that is none of ours.
+_CODES = {401: "unauthenticated", 404: "no_route", 405: "method_not_allowed", 413: "too_large"}
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 
 

@@ -1,0 +1,223 @@
+"""Keeps the control plane informed, and carries out what it asks.
+
+    register ──▶ report · heartbeat · poll for commands      side by side, until the server says
+       ▲                          │                          that it doesn't know us
+       └──────────────────────────┘
+
+Nothing here holds up the node: a server that is away, slow or wrong is tried again with
+back-off, and `status` says so. What changes meanwhile is kept, one word per key, until that
+would be more than a snapshot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from kvstrata import api
+from kvstrata.backoff import Backoff
+from kvstrata.config import ControlSettings
+from kvstrata.control import ControlPlane
+from kvstrata.errors import Expired, KVStrataError, LinkBroken, Missing
+from kvstrata.node.outbox import Outbox
+from kvstrata.node.pulling import Puller
+from kvstrata.node.reported import Reported
+
+__all__ = ["Reporter"]
+
+_log = logging.getLogger(__name__)
+
+_POLL_WAIT = 20.0
+_GOODBYE_TIMEOUT = 2.0
+
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class Reporter:
+    """Runs beside a node; `status` tells how it stands with the server.
+
+    `clock` is monotonic and the one that deadlines of pulls are given in. `control` is by
+    default a client made from the settings. Raises `ConfigError` on an impossible address.
+    """
+
+    def __init__(
+        self,
+        settings: ControlSettings,
+        reported: Reported,
+        *,
+        control: ControlPlane | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Sleep = asyncio.sleep,
+        new_backoff: Callable[[], Backoff] = Backoff,
+    ) -> None:
+        self.status = "not started"
+        self.registered = False
+        self._reported = reported
+        self._control = control or ControlPlane(settings.url, settings.token)
+        self._report_interval = settings.report_interval
+        self._heartbeat_interval = settings.heartbeat_interval
+        self._sleep = sleep
+        self._new_backoff = new_backoff
+        self._outbox = Outbox(reported)
+        self._puller = Puller(reported, self._post, clock=clock, sleep=sleep)
+        self._node = ""
+        self._incarnation = ""
+        self._closed = False
+        self._running: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Report until cancelled, or closed. Runs once at a time; may be run again."""
+        if self._closed:
+            return
+        self._running = asyncio.create_task(self._run(), name="reporting")
+        try:
+            await asyncio.wait([self._running])
+        finally:
+            self._running.cancel()
+        if not self._running.cancelled():
+            self._running.result()
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._register()
+                try:
+                    await self._serve()
+                except _Unknown as e:
+                    self.registered = False
+                    self.status = f"registering again: {e}"
+                    _log.info("%s", self.status)
+                    await self._sleep(e.delay)
+        finally:
+            self.registered = False
+            await self._puller.close()
+
+    async def close(self) -> None:
+        """Stop, tell the server that this node leaves if it can be told quickly, and hang up."""
+        self._closed = True
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+        if self._node:
+            try:
+                async with asyncio.timeout(_GOODBYE_TIMEOUT):
+                    await self._control.deregister(self._node, self._incarnation)
+            except (KVStrataError, TimeoutError) as e:
+                _log.info("left without a goodbye to the control plane: %s", e)
+        self.status = "closed"
+        await self._control.close()
+
+    # ------------------------------------------------------------ registration
+
+    async def _register(self) -> None:
+        backoff = self._new_backoff()
+        self.status = "registering"
+        while True:
+            registration = self._reported.registration()
+            try:
+                reply = await self._control.register(registration)
+            except KVStrataError as e:
+                self._note(e)
+                await self._sleep(backoff.next())
+                continue
+            self._node, self._incarnation = registration.id, registration.incarnation
+            self._outbox.registered(reply.next_seq)
+            self._heartbeat_interval = min(self._heartbeat_interval, reply.heartbeat_ttl / 3)
+            self.registered = True
+            self.status = "connected"
+            return
+
+    async def _serve(self) -> None:
+        """The three loops. Raises `_Unknown` once one of them learns that we aren't known."""
+        loops = (self._report, self._beat, self._poll)
+        tasks = [asyncio.create_task(self._keep(loop), name=loop.__name__) for loop in loops]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep(self, once: Callable[[], Awaitable[None]]) -> None:
+        """Do it again and again; after a failure with back-off."""
+        backoff = self._new_backoff()
+        while True:
+            try:
+                await once()
+            except Missing as e:
+                raise _Unknown(str(e), delay=0.0) from e
+            except Expired as e:
+                # Two nodes with one id would take it from each other in turns: slowly, then.
+                raise _Unknown(str(e), delay=5 * self._heartbeat_interval) from e
+            except KVStrataError as e:
+                self._note(e)
+                await self._sleep(backoff.next())
+            except Exception:
+                _log.exception("reporting failed; it starts again")
+                self.status = "failing: see the log"
+                await self._sleep(backoff.next())
+            else:
+                self.status = "connected"
+                backoff.reset()
+
+    def _note(self, error: KVStrataError) -> None:
+        away = isinstance(error, LinkBroken)
+        status = f"{'unreachable' if away else 'refused'}: {error}"
+        if status != self.status:
+            _log.warning("control plane %s", status)
+        self.status = status
+
+    # ------------------------------------------------------------ the loops
+
+    async def _report(self) -> None:
+        self._outbox.collect()
+        report = self._outbox.next(self._incarnation)
+        if report is None:
+            await self._sleep(self._report_interval)
+            return
+        try:
+            reply = await self._control.report(self._node, report)
+        except (LinkBroken, Missing, Expired):
+            raise
+        except KVStrataError as e:
+            self._outbox.refused(e)
+            raise
+        self._outbox.answered(reply)
+        if not reply.applied:
+            await self._sleep(self._report_interval)
+
+    async def _beat(self) -> None:
+        healthy, detail = self._reported.health()
+        reply = await self._control.heartbeat(
+            self._node,
+            api.HeartbeatRequest(
+                incarnation=self._incarnation,
+                host=self._reported.host_use(),
+                healthy=healthy,
+                detail=detail[:2000],
+                next_seq=self._outbox.next_seq,
+            ),
+        )
+        if reply.snapshot_wanted:
+            self._outbox.want_snapshot()
+        await self._sleep(self._heartbeat_interval)
+
+    async def _poll(self) -> None:
+        batch = await self._control.commands(self._node, self._incarnation, _POLL_WAIT)
+        if not batch.commands:
+            # A server that is about to end answers at once: no reason to ask it all the time.
+            await self._sleep(self._report_interval)
+        await self._puller.handle(batch.commands)
+
+    async def _post(self, progress: api.Progress) -> api.ProgressReply:
+        return await self._control.progress(self._node, progress)
+
+
+class _Unknown(Exception):  # noqa: N818 - a turn of events, seen by nobody else
+    """The server doesn't know this incarnation of the node."""
+
+    def __init__(self, why: str, delay: float) -> None:
+        super().__init__(why)
+        self.delay = delay
