@@ -242,20 +242,20 @@ class FsTier(Tier):
                 excess -= taken
         return victims
 
-    async def _remove(self, call: Call, keys: list[Key]) -> set[Key]:
-        """Unlink; those that were there, or that we believed to be."""
+    async def _remove(self, call: Call, keys: list[Key]) -> dict[Key, None]:
+        """Unlink; those that were there, or that we believed to be, in order."""
         done = await self._calls.spread(
             call, self._writers, self._options.write_threads, self._unlink, keys, _LATE
         )
         self._report(done)
-        removed = set()
+        removed: dict[Key, None] = {}
         for key, d in zip(keys, done, strict=True):
             if d.outcome is Outcome.FAILED:
                 # What can't be unlinked must not be the first victim of every store.
                 if d.error and key in self._index:
                     self._index.move_to_end(key)
             elif self._drop(key) or d.outcome is Outcome.PRESENT:
-                removed.add(key)
+                removed[key] = None
         self._counters["evicted"] += len(removed)
         return removed
 
