@@ -19,7 +19,7 @@ from pydantic_settings import CliApp
 
 from kvstrata.config import ServerSettings
 from kvstrata.errors import ConfigError
-from kvstrata_server import problems
+from kvstrata_server import openapi, problems
 from kvstrata_server.auth import BearerToken, check_exposure, split_address
 from kvstrata_server.body_limit import BodyLimit
 from kvstrata_server.clock import Clock, steady_clock
@@ -60,6 +60,7 @@ def create_app(settings: ServerSettings, clock: Clock | None = None) -> FastAPI:
         generate_unique_id_function=_operation_id,
     )
     app.state.control = state
+    app.openapi = lambda: openapi.document(app)  # type: ignore[method-assign]
     problems.install(app)
     for module in (nodes, placements, transfers, health):
         app.include_router(module.router)

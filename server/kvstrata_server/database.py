@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from kvstrata.errors import ConfigError
 
 __all__ = ["Database", "alembic_config", "migrations_dir"]
 
-_BUSY_TIMEOUT = 10.0
 _STREAM_ROWS = 10_000
 
 
@@ -42,7 +42,7 @@ def alembic_config(connection: Connection | None = None, url: str = "") -> Confi
 class Database:
     """One SQLAlchemy engine. Raises `ConfigError` on an address that can't work."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, busy_timeout: float = 10.0) -> None:
         try:
             self._url = make_url(url)
             self.engine: AsyncEngine = create_async_engine(url)
@@ -55,7 +55,9 @@ class Database:
         if backend not in ("sqlite", "postgresql"):
             raise ConfigError(f"server.database: {backend} is not supported; use sqlite")
         if backend == "sqlite":
-            event.listen(self.engine.sync_engine, "connect", _set_pragmas)
+            event.listen(
+                self.engine.sync_engine, "connect", partial(_set_pragmas, int(busy_timeout * 1000))
+            )
 
     @property
     def shown(self) -> str:
@@ -92,12 +94,12 @@ def _upgrade(connection: Connection) -> None:
     command.upgrade(alembic_config(connection), "head")
 
 
-def _set_pragmas(connection: Any, record: object) -> None:
+def _set_pragmas(busy_ms: int, connection: Any, record: object) -> None:
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
     # In WAL mode a commit then survives the death of the process, though not a power cut that
     # takes the last transactions. What those held is soft state, or was told to be accepted.
     cursor.execute("PRAGMA synchronous=NORMAL")
     cursor.execute("PRAGMA foreign_keys=ON")
-    cursor.execute(f"PRAGMA busy_timeout={int(_BUSY_TIMEOUT * 1000)}")
+    cursor.execute(f"PRAGMA busy_timeout={busy_ms}")
     cursor.close()

@@ -22,8 +22,6 @@ __all__ = ["Writer"]
 
 log = logging.getLogger(__name__)
 
-_BATCH_ROWS = 20_000
-
 
 class Writer:
     """A bounded queue of writes, and the loop (`run`, to be supervised) that commits them.
@@ -31,13 +29,16 @@ class Writer:
     `max_rows` bounds the queue; a single change may go past it, so that big ones fit at all.
     """
 
-    def __init__(self, database: Database, max_rows: int = 500_000) -> None:
+    def __init__(
+        self, database: Database, max_rows: int = 500_000, batch_rows: int = 20_000
+    ) -> None:
         self.problem = ""
         """Why the last attempt to write failed; empty if it didn't."""
         self.dropped = 0
         """Writes that the database refused for what they say: a defect of ours."""
         self._database = database
         self._max_rows = max_rows
+        self._batch_rows = batch_rows
         self._queue: deque[Write] = deque()
         self._rows = 0
         self.position = 0
@@ -92,9 +93,8 @@ class Writer:
             while not self._queue:
                 self._filled.clear()
                 await self._filled.wait()
-            batch, rows = self._next_batch()
             try:
-                await self._commit(batch)
+                await self.write_batch()
             except OperationalError as e:
                 self.problem = f"{e.orig}"
                 log.warning("the database takes no writes, %d rows wait: %s", self._rows, e.orig)
@@ -102,17 +102,22 @@ class Writer:
                 continue
             backoff.reset()
             self.problem = ""
-            for _ in batch:
-                self._queue.popleft()
-            self._rows -= rows
-            self.committed += len(batch)
-            self._advanced.set()
+
+    async def write_batch(self) -> None:
+        """Commit the oldest writes as one transaction. If it fails they stay queued."""
+        batch, rows = self._next_batch()
+        await self._commit(batch)
+        for _ in batch:
+            self._queue.popleft()
+        self._rows -= rows
+        self.committed += len(batch)
+        self._advanced.set()
 
     def _next_batch(self) -> tuple[list[Write], int]:
         batch: list[Write] = []
         rows = 0
         for write in self._queue:
-            if batch and rows + write.rows > _BATCH_ROWS:
+            if batch and rows + write.rows > self._batch_rows:
                 break
             batch.append(write)
             rows += write.rows

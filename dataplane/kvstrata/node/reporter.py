@@ -76,6 +76,7 @@ class Reporter:
             await asyncio.wait([self._running])
         finally:
             self._running.cancel()
+            await asyncio.wait([self._running])
         if not self._running.cancelled():
             self._running.result()
 

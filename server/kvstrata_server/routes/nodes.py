@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Request
 
 from kvstrata import api
+from kvstrata_server.examples import example
 from kvstrata_server.plane import ControlState, state_of
 from kvstrata_server.problems import responses
 from kvstrata_server.routes.paging import After, Limit, NodeId
@@ -19,7 +20,7 @@ Incarnation = Annotated[
 ]
 
 
-@router.post("", responses=responses(503))
+@router.post("", responses=responses(503), openapi_extra=example("register_node"))
 async def register_node(registration: api.NodeRegistration, state: State) -> api.RegistrationReply:
     """A node says that it is here. Repeating it is harmless; a new incarnation voids what the
     old one held in host memory."""
@@ -46,7 +47,11 @@ async def deregister_node(
     return state.cluster.info(state.cluster.deregister(node_id, incarnation))
 
 
-@router.put("/{node_id}/heartbeat", responses=responses(404, 410))
+@router.put(
+    "/{node_id}/heartbeat",
+    responses=responses(404, 410),
+    openapi_extra=example("put_heartbeat"),
+)
 async def put_heartbeat(
     node_id: NodeId, beat: api.HeartbeatRequest, state: State
 ) -> api.HeartbeatReply:
@@ -54,7 +59,11 @@ async def put_heartbeat(
     return state.cluster.heartbeat(node_id, beat)
 
 
-@router.post("/{node_id}/reports", responses=responses(404, 410, 503))
+@router.post(
+    "/{node_id}/reports",
+    responses=responses(404, 410, 503),
+    openapi_extra=example("post_report"),
+)
 async def post_report(node_id: NodeId, report: api.Report, state: State) -> api.ReportReply:
     """Which chunks appeared at or left the locations of a node, since the report before."""
     return state.cluster.report(node_id, report)

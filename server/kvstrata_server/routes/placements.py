@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 
 from kvstrata import api
+from kvstrata_server.examples import example
 from kvstrata_server.lookup import look_up
 from kvstrata_server.plane import ControlState, state_of
 from kvstrata_server.problems import responses
@@ -17,7 +18,9 @@ router = APIRouter(prefix="/v1", tags=["placements"])
 State = Annotated[ControlState, Depends(state_of)]
 
 
-@router.post("/placements:lookup", responses=responses())
+@router.post(
+    "/placements:lookup", responses=responses(), openapi_extra=example("lookup_placements")
+)
 async def lookup_placements(request: api.LookupRequest, state: State) -> api.LookupReply:
     """For a chain of keys, the longest prefix that each node can serve, in all and per tier.
     Only nodes heard within their heartbeat TTL are offered, and each answer says how old it is."""

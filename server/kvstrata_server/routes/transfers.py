@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Path, Response
 
 from kvstrata import api
+from kvstrata_server.examples import example
 from kvstrata_server.plane import ControlState, state_of
 from kvstrata_server.problems import responses
 from kvstrata_server.routes.paging import After, Limit
@@ -24,6 +25,7 @@ TransferId = Annotated[str, Path(max_length=64)]
         200: {"model": api.TransferInfo, "description": "A dry run: the plan, not kept"},
         **responses(404, 409, 503),
     },
+    openapi_extra=example("create_transfer", 202),
 )
 async def create_transfer(
     request: api.TransferRequest,

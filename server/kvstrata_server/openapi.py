@@ -1,0 +1,60 @@
+"""The published document: `python -m kvstrata_server.openapi > openapi/kvstrata.json`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from kvstrata.api import Problem
+from kvstrata_server.auth import OPEN_PATHS
+
+__all__ = ["document", "text"]
+
+_DESCRIPTION = """\
+Keys are lower-case hexadecimal: namespace digest (16 bytes), group (4), hash (1 to 32). Times are
+seconds since the epoch, durations are seconds. Every error is a problem document (RFC 9457) whose
+`code` names the condition. Lists take `after` (the `next` of the page before) and `limit`.
+"""
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    """OpenAPI 3.1 of this app."""
+    made = get_openapi(
+        title=app.title,
+        version=app.version,
+        openapi_version="3.1.0",
+        summary=app.summary,
+        description=_DESCRIPTION,
+        routes=app.routes,
+    )
+    components = made.setdefault("components", {})
+    # Only referred to by responses of another media type, which FastAPI doesn't look into.
+    components.setdefault("schemas", {})["Problem"] = Problem.model_json_schema(
+        ref_template="#/components/schemas/{model}"
+    )
+    components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+    made["security"] = [{"bearer": []}]
+    for path in OPEN_PATHS:
+        for operation in made["paths"][path].values():
+            operation["security"] = []
+    return made
+
+
+def text(app: FastAPI) -> str:
+    """The document as it is kept in the repository."""
+    return json.dumps(document(app), indent=1, sort_keys=True) + "\n"
+
+
+def main() -> None:
+    from kvstrata.config import ServerSettings
+    from kvstrata_server.app import create_app
+
+    sys.stdout.write(text(create_app(ServerSettings())))
+
+
+if __name__ == "__main__":
+    main()
