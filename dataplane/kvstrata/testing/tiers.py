@@ -674,14 +674,14 @@ class TierTests:
         item = self.item(self.key(0))
         await tier.close()
         for call in (
-            tier.lookup([item.key]),
-            tier.store([item]),
-            tier.load([item]),
-            tier.evict([item.key]),
-            tier.drain(),
+            lambda: tier.lookup([item.key]),
+            lambda: tier.store([item]),
+            lambda: tier.load([item]),
+            lambda: tier.evict([item.key]),
+            lambda: tier.drain(),
         ):
             with pytest.raises(LinkBroken):
-                await call
+                await call()
         with pytest.raises(LinkBroken):
             tier.keys()
         with pytest.raises(LinkBroken):
