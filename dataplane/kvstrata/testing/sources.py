@@ -42,16 +42,20 @@ def pattern(nbytes: int, seed: int) -> bytes:
     return bytes(out[:nbytes])
 
 
-def demo_namespace(unit_bytes: int = 4096, **changed: str) -> Namespace:
+def demo_namespace(
+    unit_bytes: int = 4096, model: str = "demo", revision: str = "r1", dtype: str = "bf16"
+) -> Namespace:
     """One group, two blocks of two heads in a chunk: chunks of `4 * unit_bytes` bytes."""
-    fields = {"model": "demo", "revision": "r1", "config": "c1", "dtype": "bf16", **changed}
     return Namespace(
+        model=model,
+        revision=revision,
+        config="c1",
+        dtype=dtype,
         content_format="test",
         groups=(Group(0, "full", ("l0",), (Field("kv", 2, unit_bytes),), 16),),
         blocks_per_chunk=2,
         hash_algorithm="sha256",
         hash_seed="s",
-        **fields,
     )
 
 

@@ -23,7 +23,6 @@ from kvstrata.errors import (
     Expired,
     KVStrataError,
     LinkBroken,
-    Malformed,
     NamespaceMismatch,
     PeerRefused,
 )
@@ -270,13 +269,16 @@ class PeerLinks:
             remote = transport.seen_from(link.transports[transport.name], link.address.host)
             try:
                 arrived = await transport.pull(remote, lease, reads, until)
-            except (LinkBroken, Malformed) as e:
+            except PeerRefused:
+                raise
+            except Exception as e:
                 if link.broken:
-                    raise
+                    raise LinkBroken(link.broken) from e
+                # Its own bug counts as well: the next one may do.
                 link.failed_transports.add(transport.name)
                 self.counters[f"failed_{transport.name}"] += 1
                 log.warning("%s: transport %s failed: %s", link.address, transport.name, e)
-                error = e
+                error = e if isinstance(e, KVStrataError) else LinkBroken(f"{link.address}: {e!r}")
             else:
                 nbytes = sum(r.nbytes for r, came in zip(reads, arrived, strict=True) if came)
                 self.counters[f"bytes_{transport.name}"] += nbytes
@@ -289,6 +291,8 @@ class PeerLinks:
         def work() -> list[bool]:
             return [checksum(view) == told for view, told in claimed]
 
+        if self._closed:
+            raise LinkBroken("the links to peers are closed")
         future = asyncio.get_running_loop().run_in_executor(self._workers, work)
         return await until_settled(future, lambda: None)
 
