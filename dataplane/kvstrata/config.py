@@ -2,7 +2,9 @@
 
 A value is looked for in the flags, then the environment (`KVSTRATA_NODE_HOST__CAPACITY` for
 `host.capacity` of a node), then the file, then the default. Sizes and times are human
-(`64GiB`, `30s`); an unknown name is an error.
+(`64GiB`, `30s`); an unknown name is an error: a `ConfigError` where pydantic would not see it
+(a file that is absent, a table or a variable that belongs to nothing), else its
+`ValidationError`.
 """
 
 from __future__ import annotations
@@ -23,9 +25,15 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from kvstrata.errors import ConfigError
+
 __all__ = ["NodeSettings", "ServerSettings", "TierSettings", "parse_seconds", "run_dir"]
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+_TABLES = frozenset({"node", "server"})
+# What Kubernetes puts into the environment for a Service that is called like our prefix.
+_SERVICE_LINK = re.compile(r"SERVICE_(HOST|PORT.*)|PORT(_[0-9]+_.*)?")
 
 
 def parse_seconds(value: Any) -> Any:
@@ -40,7 +48,7 @@ def parse_seconds(value: Any) -> Any:
     return value
 
 
-Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0)]
+Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0, allow_inf_nan=False)]
 
 
 def run_dir() -> Path:
@@ -135,9 +143,12 @@ class _Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
+        _check_environment(str(cls.model_config.get("env_prefix", "")), settings_cls)
         path = os.environ.get("KVSTRATA_CONFIG", "")
         if not path:
             return init_settings, env_settings
+        if not Path(path).is_file():
+            raise ConfigError(f"KVSTRATA_CONFIG names {path}, which is not a file")
         table = str(cls.model_config.get("title", ""))
         return init_settings, env_settings, _TomlTable(settings_cls, Path(path), table)
 
@@ -150,7 +161,22 @@ class _TomlTable(TomlConfigSettingsSource):
         super().__init__(settings_cls, path)
 
     def _read_file(self, file_path: Any) -> dict[str, Any]:
-        return dict(super()._read_file(file_path).get(self._table, {}))
+        tables = super()._read_file(file_path)
+        unknown = sorted(tables.keys() - _TABLES)
+        if unknown:
+            raise ConfigError(f"{file_path} has {unknown}: its tables are {sorted(_TABLES)}")
+        return dict(tables.get(self._table, {}))
+
+
+def _check_environment(prefix: str, schema: type[BaseSettings]) -> None:
+    """Raises `ConfigError` on a variable that would be silently ignored."""
+    for name in os.environ:
+        rest = name.upper().removeprefix(prefix)
+        if rest == name.upper() or _SERVICE_LINK.fullmatch(rest):
+            continue
+        if rest.split("__")[0].lower() not in schema.model_fields:
+            known = ", ".join(sorted(schema.model_fields))
+            raise ConfigError(f"{name} sets nothing: after {prefix} comes one of {known}")
 
 
 class NodeSettings(_Settings):
