@@ -242,6 +242,8 @@ class Failure(_Message, frozen=True, array_like=True, tag="failure"):
 
 FromNode = Welcome | StepReply | Resolved | StatusReply | Dropped | Failure
 
+# RecursionError: fields that this version skips may nest as deep as a sender likes.
+_UNDECODABLE = (msgspec.DecodeError, msgspec.ValidationError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()
 _to_node = msgspec.msgpack.Decoder(ToNode)
 _from_node = msgspec.msgpack.Decoder(FromNode)
@@ -255,7 +257,7 @@ def decode_to_node(raw: bytes | memoryview) -> ToNode:
     """An engine's message. Raises `Malformed`."""
     try:
         message: ToNode = _to_node.decode(raw)
-    except (msgspec.DecodeError, msgspec.ValidationError) as e:
+    except _UNDECODABLE as e:
         raise Malformed(f"message to node: {e}") from e
     return message
 
@@ -264,6 +266,6 @@ def decode_from_node(raw: bytes | memoryview) -> FromNode:
     """A node's message. Raises `Malformed`."""
     try:
         message: FromNode = _from_node.decode(raw)
-    except (msgspec.DecodeError, msgspec.ValidationError) as e:
+    except _UNDECODABLE as e:
         raise Malformed(f"message from node: {e}") from e
     return message
