@@ -1,0 +1,174 @@
+"""The region over a temporary directory: nothing in it depends on tmpfs but the free space."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstrata.errors import ConfigError, LinkBroken, Malformed
+from kvstrata.region import Region, sweep
+
+SIZE = 4 * mmap.PAGESIZE
+CHILD = """
+import sys, time
+from pathlib import Path
+from kvstrata.region import Region
+region = Region.create("dead", "1", 1 << 16, Path(sys.argv[1]))
+print(region.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def create(where: Path, node: str = "n", incarnation: str = "1", size: int = SIZE) -> Region:
+    return Region.create(node, incarnation, size, where)
+
+
+def test_engines_see_what_the_node_writes_and_the_reverse(tmp_path: Path) -> None:
+    node = create(tmp_path)
+    engine = Region.attach(node.name, SIZE, tmp_path)
+    node.view[5:8] = b"abc"
+    engine.view[SIZE - 1] = 7
+    assert bytes(engine.view[5:8]) == b"abc"
+    assert node.view[SIZE - 1] == 7
+    assert len(node.view) == len(engine.view) == SIZE
+    engine.close()
+    node.close()
+
+
+def test_name_tells_node_and_incarnation(tmp_path: Path) -> None:
+    region = create(tmp_path, "node-a.local", "42")
+    assert region.name == "kvstrata-node-a.local-42"
+    assert region.path.stat().st_mode & 0o777 == 0o600
+    region.close()
+
+
+def test_populated_memory_is_there(tmp_path: Path) -> None:
+    region = create(tmp_path)
+    assert bytes(region.view) == bytes(SIZE)
+    assert region.path.stat().st_size == SIZE
+    region.close()
+
+
+def test_close_removes_the_owners_file_only(tmp_path: Path) -> None:
+    node = create(tmp_path)
+    engine = Region.attach(node.name, SIZE, tmp_path)
+    engine.close()
+    engine.close()
+    assert node.path.exists()
+    node.close()
+    node.close()
+    assert not node.path.exists()
+
+
+def test_memory_in_use_outlives_close(tmp_path: Path) -> None:
+    region = create(tmp_path)
+    held = region.view[:4]
+    region.close()
+    held[0] = 9
+    assert held[0] == 9
+
+
+@pytest.mark.parametrize("name", ["", "other", "kvstrata-../x", "kvstrata-a/b", "kvstrata-" * 40])
+def test_odd_names_are_malformed(tmp_path: Path, name: str) -> None:
+    with pytest.raises(Malformed, match="not a region name"):
+        Region.attach(name, SIZE, tmp_path)
+
+
+def test_a_region_that_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(LinkBroken, match="can't be mapped"):
+        Region.attach("kvstrata-n-1", SIZE, tmp_path)
+
+
+def test_a_region_of_another_size(tmp_path: Path) -> None:
+    region = create(tmp_path)
+    with pytest.raises(LinkBroken, match=f"the {2 * SIZE} bytes its node announced"):
+        Region.attach(region.name, 2 * SIZE, tmp_path)
+    region.close()
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(bytes(SIZE))
+    (tmp_path / "kvstrata-n-1").symlink_to(tmp_path / "secret")
+    with pytest.raises(LinkBroken):
+        Region.attach("kvstrata-n-1", SIZE, tmp_path)
+    assert sweep(tmp_path) == []
+
+
+def test_capacity_is_checked_against_what_is_free(tmp_path: Path) -> None:
+    stat = os.statvfs(tmp_path)
+    free = stat.f_bavail * stat.f_frsize
+    with pytest.raises(ConfigError) as caught:
+        create(tmp_path, size=free + (64 << 30))
+    says = str(caught.value)
+    assert says.startswith("region needs ")
+    assert f"GiB but {tmp_path} has " in says
+    assert says.endswith("free: lower `host.capacity` or mount a larger tmpfs")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_region_is_at_least_a_page(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="less than one page"):
+        create(tmp_path, size=100)
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"host\.shm_dir"):
+        create(tmp_path / "absent")
+
+
+# ---------------------------------------------------------------- orphans
+
+
+def spawn(where: Path) -> tuple[subprocess.Popen[str], Path]:
+    """A process that holds a region until its input closes or it is killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(where)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    return process, where / process.stdout.readline().strip()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+
+
+def test_the_region_of_a_killed_node_is_swept_and_of_a_living_one_not(tmp_path: Path) -> None:
+    process, path = spawn(tmp_path)
+    try:
+        mine = create(tmp_path)
+        assert sweep(tmp_path) == []
+        assert path.exists()
+    finally:
+        end(process)
+    assert path.exists(), "a killed process can't have removed it"
+    assert sweep(tmp_path) == [path.name]
+    assert not path.exists()
+    assert sweep(tmp_path) == []
+    assert mine.path.exists()
+    mine.close()
+
+
+def test_the_sweep_leaves_other_files_alone(tmp_path: Path) -> None:
+    (tmp_path / "kvstrata").touch()
+    (tmp_path / "other-kvstrata-1").touch()
+    (tmp_path / "kvstrata-directory").mkdir()
+    assert sweep(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_name_already_taken_is_not_shared(tmp_path: Path) -> None:
+    region = create(tmp_path)
+    with pytest.raises(FileExistsError):
+        create(tmp_path)
+    assert region.path.exists()
+    region.close()
