@@ -79,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = CliApp.run(ServerSettings, cli_args=arguments)
         app = create_app(settings)
-        listener = _listen(settings)
-        asyncio.run(_serve(app, listener))
+        with _listen(settings) as listener:
+            asyncio.run(_serve(app, listener))
     except (ConfigError, ValidationError) as e:
         print(f"kvstrata server: {e}", file=sys.stderr)
         return 2

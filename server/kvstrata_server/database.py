@@ -46,10 +46,10 @@ class Database:
         try:
             self._url = make_url(url)
             self.engine: AsyncEngine = create_async_engine(url)
-        except (ArgumentError, InvalidRequestError, NoSuchModuleError) as e:
+        except (ArgumentError, InvalidRequestError, NoSuchModuleError, ImportError) as e:
             raise ConfigError(
-                f"server.database: {e}. Write an address with an async driver, as in "
-                "sqlite+aiosqlite:///kvstrata.sqlite"
+                f"server.database: {e}. Write an address with an async driver that is "
+                "installed, as in sqlite+aiosqlite:///kvstrata.sqlite"
             ) from e
         backend = self._url.get_backend_name()
         if backend not in ("sqlite", "postgresql"):

@@ -104,4 +104,4 @@ def example(operation: str, status: int = 200) -> dict[str, Any]:
 
 
 def _json(message: BaseModel) -> Any:
-    return message.model_dump(mode="json", exclude_unset=True)
+    return message.model_dump(mode="json", exclude_none=True)

@@ -1,0 +1,419 @@
+import asyncio
+
+import pytest
+from server_kit import CHUNK_BYTES, DOCUMENT, Running, host, join, keys, report, running, store
+
+from kvstrata import api
+from kvstrata.api import Outcome, TransferState
+from kvstrata.errors import Busy, Expired, Malformed, Missing, PeerRefused
+from kvstrata_server import transfers as transfers_module
+
+S = TransferState
+
+
+async def pair(r: Running) -> None:
+    """`a` holds chunks 0 to 2 in host memory and 3 in its store; `b` is the target."""
+    await join(r.control, "a", stores=("sa",))
+    await join(r.control, "b")
+    await r.control.report("a", report(0, host(keys(0, 1, 2)), store("sa", keys(3))))
+
+
+async def ask(r: Running, *numbers: int, **more: object) -> api.TransferInfo:
+    idempotency_key = more.pop("idempotency_key", None)
+    asked = api.TransferRequest(target="b", keys=keys(*numbers), **more)
+    return await r.control.create_transfer(asked, idempotency_key)
+
+
+async def poll(r: Running, node: str = "b", incarnation: str = "i1") -> list[api.Command]:
+    return (await r.control.commands(node, incarnation)).commands
+
+
+async def post(r: Running, transfer: str, final: bool = False, **more: object) -> TransferState:
+    incarnation = more.pop("incarnation", "i1")
+    progress = api.Progress(incarnation=incarnation, transfer=transfer, final=final, **more)
+    return (await r.control.progress("b", progress)).state
+
+
+def outcomes(transfer: api.TransferInfo) -> list[Outcome]:
+    return [key.outcome for key in transfer.keys]
+
+
+async def test_from_request_to_done(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = await ask(r, 0, 1, 0, deadline=30, hold=90, byte_budget=1 << 20)
+        assert made.state is S.QUEUED
+        assert [k.key for k in made.keys] == keys(0, 1)  # a repeated key counts once
+        assert made.deadline - made.created == 30
+        r.clock.advance(1)
+        (command,) = await poll(r)
+        assert command == api.Command(
+            kind="pull",
+            transfer=made.id,
+            namespaces=[DOCUMENT],
+            keys=keys(0, 1),
+            sources=[api.SourceRef(node="a", address="tcp://a.test:7801")],
+            deadline_in=29.0,
+            hold=90.0,
+            byte_budget=1 << 20,
+        )
+        assert await post(r, made.id) is S.RUNNING
+        one, two = keys(0, 1)
+        assert await post(r, made.id, outcomes={one: "stored"}, bytes=10) is S.RUNNING
+        assert (await r.control.get_transfer(made.id)).bytes == 10
+        state = await post(
+            r,
+            made.id,
+            final=True,
+            outcomes={one: "stored", two: "present"},
+            sources={one: "a"},
+            bytes=CHUNK_BYTES,
+            detail="fine",
+        )
+        assert state is S.DONE
+        ended = await r.control.get_transfer(made.id)
+        assert (ended.state, ended.bytes, ended.detail) == (S.DONE, CHUNK_BYTES, "fine")
+        assert ended.ended == r.clock()
+        assert ended.counts == {Outcome.STORED: 1, Outcome.PRESENT: 1}
+        assert [(k.outcome, k.source) for k in ended.keys] == [("stored", "a"), ("present", None)]
+        assert await poll(r) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "state"),
+    [(["stored", "corrupt"], S.PARTIAL), (["missing", "no_room"], S.FAILED), ([], S.FAILED)],
+    ids=["some", "none", "nothing said"],
+)
+async def test_the_state_follows_from_the_outcomes(tmp_path, given, state):
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = await ask(r, 0, 1)
+        said = dict(zip(keys(0, 1), given, strict=False))
+        assert await post(r, made.id, final=True, outcomes=said) is state
+        ended = await r.control.get_transfer(made.id)
+        assert outcomes(ended) == (given or ["failed", "failed"])
+
+
+async def test_an_ended_transfer_never_changes(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = await ask(r, 0)
+        await post(r, made.id, final=True, outcomes={keys(0)[0]: "stored"})
+        assert await post(r, made.id, final=True, outcomes={keys(0)[0]: "failed"}) is S.DONE
+        assert (await r.control.cancel_transfer(made.id)).state is S.DONE
+        r.clock.advance(1000)
+        assert (await r.control.get_transfer(made.id)).state is S.DONE
+
+
+async def test_cancel_before_the_target_took_it(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = await ask(r, 0)
+        cancelled = await r.control.cancel_transfer(made.id)
+        assert (cancelled.state, outcomes(cancelled)) == (S.CANCELLED, [Outcome.CANCELLED])
+        assert await poll(r) == []
+
+
+async def test_cancel_reaches_a_target_at_work(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = await ask(r, 0, 1)
+        await poll(r)
+        await post(r, made.id, outcomes={keys(0)[0]: "stored"})
+        cancelled = await r.control.cancel_transfer(made.id)
+        assert outcomes(cancelled) == [Outcome.STORED, Outcome.CANCELLED]
+        assert await poll(r) == [api.Command(kind="cancel", transfer=made.id)]
+        # Until it answers it is told again, though not at every poll.
+        assert await poll(r) == []
+        r.clock.advance(6)
+        assert [c.kind for c in await poll(r)] == ["cancel"]
+        assert await post(r, made.id, final=True) is S.CANCELLED
+        r.clock.advance(6)
+        assert await poll(r) == []
+
+
+async def test_the_deadline_ends_it_and_the_target_hears(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = await ask(r, 0, deadline=5)
+        await poll(r)
+        await post(r, made.id)
+        r.clock.advance(5)
+        expired = await r.control.get_transfer(made.id)
+        assert (expired.state, outcomes(expired)) == (S.EXPIRED, [Outcome.CANCELLED])
+        assert [c.kind for c in await poll(r)] == ["cancel"]
+        assert await post(r, made.id, final=True, outcomes={keys(0)[0]: "stored"}) is S.EXPIRED
+
+
+async def test_a_silent_target_does_not_keep_a_transfer_open(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = await ask(r, 0, deadline=20)
+        r.clock.advance(21)
+        assert (await r.control.node("b")).state is api.NodeState.SILENT
+        (summary,) = (await r.control.transfers()).transfers
+        assert (summary.id, summary.state) == (made.id, S.EXPIRED)
+
+
+async def test_a_command_is_offered_again_until_it_is_taken(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = await ask(r, 0)
+        assert [c.transfer for c in await poll(r)] == [made.id]
+        assert await poll(r) == []
+        r.clock.advance(6)
+        assert [c.transfer for c in await poll(r)] == [made.id]
+        await post(r, made.id)
+        r.clock.advance(60 - 7)
+        assert await poll(r) == []
+
+
+async def test_a_new_incarnation_of_the_target_is_asked_again(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = await ask(r, 0)
+        await poll(r)
+        await post(r, made.id)
+        await join(r.control, "b", "i2")
+        with pytest.raises(Expired):
+            await poll(r)
+        with pytest.raises(Expired):
+            await post(r, made.id, final=True)
+        assert [c.transfer for c in await poll(r, incarnation="i2")] == [made.id]
+        assert await post(r, made.id, incarnation="i2") is S.RUNNING
+
+
+async def test_a_long_poll_wakes_at_once(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        asked = asyncio.Event()
+
+        async def hung_up() -> bool:
+            asked.set()
+            return False
+
+        polling = r.state.transfers.commands("b", "i1", 30, hung_up)
+        waiting = asyncio.create_task(polling)
+        await asked.wait()
+        loop = asyncio.get_running_loop()
+        before = loop.time()
+        made = await ask(r, 0)
+        batch = await waiting
+        assert [c.transfer for c in batch.commands] == [made.id]
+        assert loop.time() - before < 3
+
+
+async def test_a_caller_that_hung_up_gets_no_command(tmp_path):
+    async def hung_up() -> bool:
+        return True
+
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = await ask(r, 0)
+        batch = await r.state.transfers.commands("b", "i1", 0, hung_up)
+        assert batch.commands == []
+        assert [c.transfer for c in await poll(r)] == [made.id]
+
+
+async def test_urgent_transfers_are_handed_out_first(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = {p: (await ask(r, 0, priority=p)).id for p in (1, 9, 5)}
+        assert [c.transfer for c in await poll(r)] == [made[9], made[5], made[1]]
+
+
+async def test_unknown_nodes_are_errors_and_unknown_keys_are_not(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        with pytest.raises(Missing, match="nobody"):
+            await r.control.create_transfer(api.TransferRequest(target="nobody", keys=keys(0)))
+        with pytest.raises(Missing, match="nobody"):
+            await ask(r, 0, source="nobody")
+        made = await ask(r, 77, source="a")  # not there as far as is known: tried all the same
+        (command,) = await poll(r)
+        assert [s.node for s in command.sources] == ["a"]
+        await post(r, made.id, final=True, outcomes={keys(77)[0]: "missing"})
+        assert outcomes(await r.control.get_transfer(made.id)) == [Outcome.MISSING]
+        with pytest.raises(Missing):
+            await r.control.get_transfer("none")
+
+
+async def test_a_source_must_be_another_that_serves_peers(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        await join(r.control, "mute", peers=False)
+        with pytest.raises(Malformed, match=r"peers\.listen"):
+            await ask(r, 0, source="mute")
+        with pytest.raises(Malformed, match="target"):
+            await ask(r, 0, source="b")
+
+
+async def test_progress_is_the_targets_to_post(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = await ask(r, 0)
+        progress = api.Progress(incarnation="i1", transfer=made.id, final=True)
+        with pytest.raises(PeerRefused, match="'b'"):
+            await r.control.progress("a", progress)
+        with pytest.raises(Missing):
+            await post(r, "none")
+
+
+async def test_sources_by_how_much_they_hold_host_memory_first(tmp_path):
+    async with running(tmp_path) as r:
+        for node in ("a", "b", "c", "d", "e"):
+            await join(r.control, node, stores=(f"s{node}",))
+        await join(r.control, "mute", peers=False)
+        await r.control.report("a", report(0, host(keys(0))))
+        await r.control.report("c", report(0, host(keys(0, 1))))
+        await r.control.report("d", report(0, store("sd", keys(0, 1, 2, 3))))
+        await r.control.report("mute", report(0, host(keys(0, 1, 2, 3))))
+        await ask(r, 0, 1, 2, 3)
+        (command,) = await poll(r)
+        assert [s.node for s in command.sources] == ["c", "a", "d"]
+
+
+async def test_a_sick_source_comes_last(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        await join(r.control, "c")
+        await r.control.report("c", report(0, host(keys(0))))
+        use = api.HostUse(used_bytes=0, capacity_bytes=0, chunks=0)
+        await r.control.heartbeat(
+            "a", api.HeartbeatRequest(incarnation="i1", host=use, healthy=False)
+        )
+        await ask(r, 0, 1, 2)
+        (command,) = await poll(r)
+        assert [s.node for s in command.sources] == ["c", "a"]
+
+
+async def test_a_dry_run_plans_and_keeps_nothing(tmp_path):
+    async with running(tmp_path) as r:
+        await join(r.control, "a", stores=("sa",))
+        await join(r.control, "b", stores=("sb",))
+        await r.control.report("a", report(0, host(keys(0)), store("sa", keys(1))))
+        await r.control.report("b", report(0, host(keys(2)), store("sb", keys(3))))
+        made = await ask(r, 0, 1, 2, 3, 9, dry_run=True)
+        assert made.state is S.PLANNED
+        assert made.bytes == 3 * CHUNK_BYTES
+        assert [(k.outcome, k.source) for k in made.keys] == [
+            ("pending", "a"),
+            ("pending", "a"),
+            ("present", None),
+            ("pending", "b"),  # from its own store
+            ("missing", None),
+        ]
+        assert await poll(r) == []
+        assert (await r.control.transfers()).transfers == []
+        with pytest.raises(Missing):
+            await r.control.get_transfer(made.id)
+
+
+async def test_a_dry_run_counts_within_the_budget(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = await ask(r, 0, 1, 2, dry_run=True, byte_budget=2 * CHUNK_BYTES)
+        assert made.bytes == 2 * CHUNK_BYTES
+        assert outcomes(made) == [Outcome.PENDING, Outcome.PENDING, Outcome.NO_ROOM]
+
+
+async def test_an_idempotency_key_makes_a_retry_harmless(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        both = await asyncio.gather(*(ask(r, 0, idempotency_key="k") for _ in range(2)))
+        assert both[0].id == both[1].id
+        with pytest.raises(PeerRefused, match="another key"):
+            await ask(r, 1, idempotency_key="k")
+        assert (await ask(r, 0)).id != both[0].id
+        await r.control.cancel_transfer(both[0].id)
+        again = await ask(r, 0, idempotency_key="k")
+        assert (again.id, again.state) == (both[0].id, S.CANCELLED)
+    async with running(tmp_path) as r:
+        again = await ask(r, 0, idempotency_key="k")
+        assert (again.id, again.state) == (both[0].id, S.CANCELLED)
+
+
+async def test_orchestrators_are_told_where_to_pull_from(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = await ask(r, 0, 1)
+        assert made.kv_transfer_params == {
+            "remote_kv_source": {
+                "kv_request_id": made.id,
+                "remote_host": "a.test",
+                "remote_port": 7801,
+            }
+        }
+        assert made.router_hint == {
+            "source_control_endpoint": "tcp://a.test:7801",
+            "block_hashes": [0, 1],
+        }
+        nobody = await ask(r, 50)
+        assert (nobody.kv_transfer_params, nobody.router_hint) == ({}, {})
+
+
+async def test_lists_have_pages_and_counts(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = []
+        for n in range(3):
+            made.append((await ask(r, n, 10 + n)).id)
+            r.clock.advance(0.01)
+        await post(r, made[1], final=True, outcomes={keys(1)[0]: "stored"})
+        first = await r.control.transfers(limit=2)
+        assert [t.id for t in first.transfers] == made[:2]
+        assert [t.counts for t in first.transfers] == [
+            {Outcome.PENDING: 2},
+            {Outcome.STORED: 1, Outcome.FAILED: 1},
+        ]
+        rest = await r.control.transfers(after=first.next, limit=2)
+        assert ([t.id for t in rest.transfers], rest.next) == (made[2:], None)
+
+
+async def test_running_transfers_outlive_the_server(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        running_one = await ask(r, 0, 1, deadline=60)
+        late_one = await ask(r, 2, deadline=5)
+        await poll(r)
+        await post(r, running_one.id, outcomes={keys(0)[0]: "stored"}, bytes=7)
+        clock = r.clock
+    async with running(tmp_path, clock) as r:
+        clock.advance(6)
+        kept = await r.control.get_transfer(running_one.id)
+        assert (kept.state, outcomes(kept), kept.bytes) == (S.RUNNING, ["stored", "pending"], 7)
+        assert kept.kv_transfer_params == running_one.kv_transfer_params
+        assert (await r.control.get_transfer(late_one.id)).state is S.EXPIRED
+        # The target is asked again, and answers that it is at it, or done.
+        pulls = [c.transfer for c in await poll(r) if c.kind == "pull"]
+        assert pulls == [running_one.id]
+        done = dict.fromkeys(keys(0, 1), "stored")
+        assert await post(r, running_one.id, final=True, outcomes=done) is S.DONE
+
+
+async def test_ended_transfers_are_forgotten_after_a_while(tmp_path):
+    async with running(tmp_path, transfer_retention=100) as r:
+        await pair(r)
+        made = await ask(r, 0, idempotency_key="k")
+        await r.control.cancel_transfer(made.id)
+        r.state.transfers.sweep()
+        r.clock.advance(99)
+        r.state.transfers.forget_old()
+        assert (await r.control.get_transfer(made.id)).state is S.CANCELLED
+        r.clock.advance(2)
+        r.state.transfers.forget_old()
+        await r.state.writer.flushed(5)
+        with pytest.raises(Missing):
+            await r.control.get_transfer(made.id)
+        assert (await ask(r, 0, idempotency_key="k")).id != made.id
+
+
+async def test_active_transfers_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(transfers_module, "MAX_ACTIVE_KEYS", 3)
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = await ask(r, 0, 1)
+        with pytest.raises(Busy):
+            await ask(r, 2, 3)
+        await r.control.cancel_transfer(made.id)
+        assert (await ask(r, 2, 3)).state is S.QUEUED

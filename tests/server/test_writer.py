@@ -1,0 +1,111 @@
+import asyncio
+import sqlite3
+from contextlib import asynccontextmanager
+
+import pytest
+from server_kit import NAMESPACE, database_url
+from sqlalchemy import func, select
+
+from kvstrata.errors import Busy
+from kvstrata_server.database import Database
+from kvstrata_server.models import NamespaceRow, NodeRow, PlacementRow
+from kvstrata_server.writer import Writer
+from kvstrata_server.writes import (
+    AddPlacements,
+    ClearPlacements,
+    DropPlacements,
+    PutLocation,
+    PutNamespace,
+    PutNode,
+    SetSeq,
+)
+
+
+def put_node(name: str = "a", incarnation: str = "i1") -> PutNode:
+    return PutNode(name, incarnation, 0, None, (), 0, False, 1.0)
+
+
+def chunk(*numbers: int):
+    return [NAMESPACE.key(0, n.to_bytes(8, "big")) for n in numbers]
+
+
+GROUND = (put_node(), PutNamespace(NAMESPACE.digest, None), PutLocation(1, "a", None, True))
+
+
+@asynccontextmanager
+async def writing(tmp_path, busy_timeout: float = 5.0, **bounds: int):
+    database = Database(database_url(tmp_path), busy_timeout)
+    await database.migrate()
+    writer = Writer(database, **bounds)
+    task = asyncio.create_task(writer.run())
+    try:
+        yield writer, database
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await database.close()
+
+
+async def chunks_in(database: Database) -> list[bytes]:
+    rows = await database.rows(select(PlacementRow.__table__).order_by(PlacementRow.chunk))
+    return [row.namespace + row.chunk for row in rows]
+
+
+async def test_writes_are_applied_in_order(tmp_path):
+    async with writing(tmp_path, batch_rows=2) as (writer, database):
+        writer.put(*GROUND, AddPlacements(1, chunk(0, 1, 2, 3, 4)))
+        writer.put(DropPlacements(1, chunk(1, 9)), AddPlacements(1, chunk(0, 5)))
+        writer.put(SetSeq("a", "i1", 7), SetSeq("a", "another", 9))
+        await writer.flushed(5)
+        assert await chunks_in(database) == chunk(0, 2, 3, 4, 5)
+        assert (await database.rows(select(NodeRow.next_seq)))[0][0] == 7
+        assert writer.unwritten_rows == 0
+        writer.put(ClearPlacements(1))
+        await writer.flushed(5)
+        assert await chunks_in(database) == []
+
+
+async def test_a_namespace_mentioned_is_completed_later_and_stays(tmp_path):
+    async with writing(tmp_path) as (writer, database):
+        for document in (None, NAMESPACE.document, None):
+            writer.put(PutNamespace(NAMESPACE.digest, document))
+        await writer.flushed(5)
+        assert (await database.rows(select(NamespaceRow.document)))[0][0] == NAMESPACE.document
+
+
+async def test_the_queue_is_bounded_and_says_so(tmp_path):
+    database = Database(database_url(tmp_path))
+    writer = Writer(database, max_rows=3)
+    writer.require_room()
+    writer.put(AddPlacements(1, chunk(0, 1, 2, 3)))
+    with pytest.raises(Busy, match="4 rows"):
+        writer.require_room()
+    with pytest.raises(Busy, match="healthz"):
+        await writer.flushed(0.01)
+    await writer.drain(0.01)
+    await database.close()
+
+
+async def test_a_locked_database_is_tried_again(tmp_path):
+    async with writing(tmp_path, busy_timeout=0.01) as (writer, database):
+        blocker = sqlite3.connect(tmp_path / "control.sqlite", isolation_level=None)
+        blocker.execute("BEGIN IMMEDIATE")
+        writer.put(*GROUND)
+        with pytest.raises(Busy):
+            await writer.flushed(0.3)
+        assert "locked" in writer.problem
+        blocker.execute("ROLLBACK")
+        blocker.close()
+        await writer.flushed(5)
+        assert writer.problem == ""
+        assert (await database.rows(select(func.count()).select_from(NodeRow)))[0][0] == 1
+
+
+async def test_one_impossible_write_does_not_block_the_others(tmp_path, caplog):
+    async with writing(tmp_path) as (writer, database):
+        nowhere = AddPlacements(99, chunk(8))  # no such location
+        writer.put(*GROUND, AddPlacements(1, chunk(0)), nowhere, AddPlacements(1, chunk(1)))
+        await writer.flushed(5)
+        assert await chunks_in(database) == chunk(0, 1)
+        assert writer.dropped == 1
+        assert "dropped a write" in caplog.text
