@@ -144,7 +144,8 @@ class FsTier(Tier):
 
     def usage(self) -> Usage:
         self._calls.check_open()
-        capacity = self._options.capacity
+        bound = self._options.capacity
+        capacity = None if bound is None else int(bound)  # ByteSize has no wire form
         return Usage(
             used_bytes=self._used,
             chunks=len(self._index),
