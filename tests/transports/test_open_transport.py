@@ -1,0 +1,61 @@
+import pytest
+
+from kvstrata.errors import ConfigError
+from kvstrata.transports import open_transport, start_transports
+from kvstrata.transports.base import Transport
+from kvstrata.transports.tcp import TcpTransport
+
+
+class Picky(TcpTransport):
+    name = "picky"
+
+    async def start(self):
+        raise ConfigError("not on this host")
+
+
+class Broken(TcpTransport):
+    async def start(self):
+        raise RuntimeError("a bug")
+
+
+def memory():
+    return memoryview(bytearray(4096))
+
+
+def nobody(lease, offset, nbytes):
+    return False
+
+
+async def test_by_name():
+    transport = open_transport("tcp", memory(), nobody)
+    assert isinstance(transport, Transport)
+    assert transport.name == "tcp"
+    await transport.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["", "no-such", "no_such_module:Class", "json:dumps", "kvstrata.keys:Key", "os:nothing"]
+)
+def test_a_name_that_is_none(name):
+    with pytest.raises(ConfigError, match=r"peers\.transports"):
+        open_transport(name, memory(), nobody)
+
+
+async def test_what_does_not_run_here_is_skipped(caplog):
+    names = [f"{__name__}:Picky", "tcp"]
+    caplog.set_level("INFO")
+    started = await start_transports(names, memory(), nobody, "127.0.0.1")
+    assert [t.name for t in started] == ["tcp"]
+    assert "not on this host" in caplog.text
+    for transport in started:
+        await transport.close()
+
+
+async def test_none_left():
+    with pytest.raises(ConfigError, match="not on this host"):
+        await start_transports([f"{__name__}:Picky"], memory(), nobody)
+
+
+async def test_a_bug_is_not_hidden():
+    with pytest.raises(RuntimeError, match="a bug"):
+        await start_transports(["tcp", f"{__name__}:Broken"], memory(), nobody, "127.0.0.1")
