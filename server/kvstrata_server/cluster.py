@@ -307,6 +307,10 @@ class Cluster:
         for shared in (location,) if store is None else self._sharing[store]:
             self._put_changes(shared, [], self.index.remove(shared, keys))
 
+    def describe(self, location: LocationId) -> tuple[str, str | None]:
+        """The node that reports about it, and the store; None: the node's host memory."""
+        return self._about[location]
+
     def reach(self, among: Iterable[Node]) -> dict[LocationId, list[tuple[str, str]]]:
         """Which of these nodes can serve what lies at each location, and as which tier."""
         reach: dict[LocationId, list[tuple[str, str]]] = {}

@@ -63,8 +63,7 @@ class ControlState:
     async def open(self) -> None:
         """Raises `ConfigError` if the database can't be used."""
         await self.database.migrate()
-        await self._load()
-        await self.transfers.load()
+        await self.load()
         self._tasks.start("writer", self.writer.run)
         self._tasks.start("sweep", self._sweep)
         self.ready = True
@@ -115,8 +114,8 @@ class ControlState:
                 self.transfers.forget_old()
             await asyncio.sleep(_SWEEP_INTERVAL)
 
-    async def _load(self) -> None:
-        """Nodes count as silent until they speak: what SQL says of them may be long past."""
+    async def load(self) -> None:
+        """What SQL knows. Nodes count as silent until they speak: it may be long past."""
         for row in await self.database.rows(select(NamespaceRow.__table__)):
             self.namespaces.load(row.digest, row.document)
         for row in await self.database.rows(select(NodeRow.__table__)):
@@ -142,6 +141,7 @@ class ControlState:
                 by_location.setdefault(location, []).append(Key(namespace + chunk))
             for location, keys in by_location.items():
                 self.index.add(location, keys)
+        await self.transfers.load()
 
 
 def state_of(request: Request) -> ControlState:
