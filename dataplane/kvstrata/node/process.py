@@ -116,8 +116,8 @@ class Node:
         self._stack.push_async_callback(self.supervisor.stop)
         self._stack.push_async_callback(self.store.quiesce)
         self.engines = EnginePort(socket, self.store, self._welcome, self.status)
-        await self.engines.start()
         self._stack.push_async_callback(self.engines.close)
+        await self.engines.start()
         if settings.metrics:
             self._open_metrics()
         self.supervisor.start("engine port", self.engines.run)
@@ -146,9 +146,9 @@ class Node:
             port = PeerPort(
                 peers, self.settings.id, self.incarnation, self.grants, self._transports
             )
+            self._stack.push_async_callback(port.close)
             await port.start()
             self._peers = port
-            self._stack.push_async_callback(port.close)
 
     async def _open_tiers(self) -> None:
         for settings in self.settings.tiers:
@@ -173,6 +173,7 @@ class Node:
         from kvstrata.node.metrics import NodeCollector, serve
 
         server, thread = serve(self.settings.metrics, NodeCollector(lambda: self.status(0)))
+        self.metrics_port = server.server_port
 
         def stop() -> None:
             server.shutdown()
