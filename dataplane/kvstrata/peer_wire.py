@@ -35,6 +35,7 @@ __all__ = [
     "HEARTBEAT_SECONDS",
     "MAX_KEYS",
     "MAX_MESSAGE_BYTES",
+    "MAX_OUTSTANDING",
     "PROTOCOL",
     "Acquire",
     "Address",
@@ -65,12 +66,15 @@ __all__ = [
 PROTOCOL = 1
 MAX_KEYS = 4096
 MAX_MESSAGE_BYTES = 1 << 20
+# A source takes this many requests of one consumer at a time; ours sends half as many, so that
+# those it gave up and the source still works on don't turn the next ones away.
+MAX_OUTSTANDING = 32
 NONCE_BYTES = 32
 
 # A source or consumer that died without a word is noticed after three of these.
 HEARTBEAT_SECONDS = 1.0
 
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}\Z")]
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Proof = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Lease = Annotated[bytes, Meta(min_length=16, max_length=16)]

@@ -43,7 +43,6 @@ __all__ = ["PeerPort"]
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 256
-MAX_OUTSTANDING = 16
 _HANDSHAKE_SECONDS = 10.0
 _BEAT_SECONDS = 2.0
 # A flood would otherwise be read to its end before anyone else on the loop has a turn.
@@ -243,8 +242,8 @@ class PeerPort:
 
     def _begin(self, session: _Session, request: wire.Open | wire.Acquire | wire.Probe) -> None:
         self.counters["requests"] += 1
-        if len(session.requests) >= MAX_OUTSTANDING:
-            busy = Busy(f"a peer may have {MAX_OUTSTANDING} requests outstanding")
+        if len(session.requests) >= wire.MAX_OUTSTANDING:
+            busy = Busy(f"a peer may have {wire.MAX_OUTSTANDING} requests outstanding")
             self._refuse(session.identity, request.id, busy)
             return
         task = asyncio.create_task(self._answer(session, request))

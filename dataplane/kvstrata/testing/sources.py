@@ -70,7 +70,7 @@ class _Lease:
     ranges: list[tuple[int, int]]
 
 
-@dataclass(slots=True)
+@dataclass
 class MemorySource:
     """A `PeerSource` over plain memory. `gate`, if set, holds every grant back until it is set."""
 

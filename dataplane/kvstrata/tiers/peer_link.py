@@ -55,7 +55,8 @@ class PeerLink:
         self.broken = ""
         self.used = time.monotonic()
         self._ids = itertools.count()
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._asked: dict[int, asyncio.Future[wire.FromSource]] = {}
+        self._turns = asyncio.Semaphore(wire.MAX_OUTSTANDING // 2)
         self._opened: dict[bytes, bool | NamespaceMismatch] = {}
         self._socket = context.socket(zmq.DEALER)
         tune(self._socket, address.host)
@@ -160,18 +161,11 @@ class PeerLink:
         self.transports = welcome.transports
 
     async def _ask(self, message: wire.ToSource, expected: type[Reply], deadline: float) -> Reply:
-        request = getattr(message, "id", -1)
-        self._post(message)
-        self.used = time.monotonic()
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._asked[request] = future
         try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                reply = await future
+            async with asyncio.timeout(deadline - time.monotonic()), self._turns:
+                reply = await self._exchange(message)
         except TimeoutError as e:
             raise Expired(f"{self.address} did not answer in time") from e
-        finally:
-            self._asked.pop(request, None)
         if isinstance(reply, wire.Failure):
             if reply.code == NamespaceMismatch.code:
                 raise NamespaceMismatch(reply.message, reply.field)
@@ -183,6 +177,17 @@ class PeerLink:
             self._break(f"{self.address} answered {type(message).__name__} with {reply!r:.80}")
             raise Malformed(self.broken)
         return reply
+
+    async def _exchange(self, message: wire.ToSource) -> wire.FromSource:
+        request = getattr(message, "id", -1)
+        self._post(message)
+        self.used = time.monotonic()
+        future: asyncio.Future[wire.FromSource] = asyncio.get_running_loop().create_future()
+        self._asked[request] = future
+        try:
+            return await future
+        finally:
+            self._asked.pop(request, None)
 
     def _post(self, message: wire.ToSource) -> None:
         if self.broken:
