@@ -23,7 +23,8 @@ from kvstrata.config import HostSettings
 from kvstrata.errors import Expired, LinkBroken, Malformed, NamespaceMismatch
 from kvstrata.keys import Field, Group, Key, Namespace
 from kvstrata.node.engine_port import EnginePort
-from kvstrata.node.store import Namespaces, Store
+from kvstrata.node.namespaces import Namespaces
+from kvstrata.node.store import Store
 from kvstrata.region import Region
 from kvstrata.wire import State
 

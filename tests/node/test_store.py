@@ -12,7 +12,8 @@ from kvstrata.config import HostSettings
 from kvstrata.errors import ConfigError, Malformed, Missing
 from kvstrata.host import Chunk, State
 from kvstrata.keys import Field, Group, Key, Namespace, make_key
-from kvstrata.node.store import Namespaces, Store
+from kvstrata.node.namespaces import Namespaces
+from kvstrata.node.store import Store
 from kvstrata.testing.clock import FakeClock
 from kvstrata.tiers.base import Item, Outcome, Tier, TierContext, Usage
 

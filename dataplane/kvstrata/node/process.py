@@ -28,10 +28,11 @@ from kvstrata.errors import ConfigError
 from kvstrata.keys import Key, Namespace
 from kvstrata.node.engine_port import EnginePort
 from kvstrata.node.grants import Grants
+from kvstrata.node.namespaces import Namespaces
 from kvstrata.node.peer_port import PeerPort
 from kvstrata.node.pulls import Pulls
 from kvstrata.node.reported import PlacementChange, Pull, PullResult
-from kvstrata.node.store import Namespaces, Store
+from kvstrata.node.store import Store
 from kvstrata.node.supervisor import Supervisor
 from kvstrata.peer_wire import parse_address
 from kvstrata.region import Region, sweep

@@ -12,85 +12,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvstrata.config import HostSettings
-from kvstrata.errors import ConfigError, Malformed, Missing
+from kvstrata.errors import ConfigError, Malformed
 from kvstrata.host import NO_ROOM, PRESENT, Chunk, HostTier, State
-from kvstrata.keys import DIGEST_BYTES, GROUP_BYTES, Key, Namespace
+from kvstrata.keys import Key
 from kvstrata.node.budget import Budget
 from kvstrata.node.cascade import Cascade
+from kvstrata.node.namespaces import Namespaces
 from kvstrata.node.placements import Placements
+from kvstrata.node.waits import Counters, Settle, Waits
 from kvstrata.policies import open_policy
 from kvstrata.slots import Slots
 from kvstrata.tiers.base import Item, Outcome, Tier
 
-__all__ = ["Counters", "Namespaces", "Settle", "Store"]
-
-Settle = Callable[[Sequence[Key], Sequence[Chunk | None]], None]
-"""`settle(keys, chunks)`: keys of a lookup that were pending are ready and leased, or (None) a
-miss. Called once per key, in batches."""
+__all__ = ["Store"]
 
 _log = logging.getLogger(__name__)
 
 # One load of a tier: enough for its threads to be busy, small enough that the first chunks of a
 # long prefix are readable while the rest is still on its way.
 _BATCH_BYTES = 32 << 20
-
-
-class Namespaces:
-    """The namespaces this node knows. Keys of others have no size, so they can't be held."""
-
-    def __init__(self) -> None:
-        self._known: dict[bytes, Namespace] = {}
-        self._sizes: dict[bytes, int] = {}
-
-    def add(self, namespace: Namespace) -> None:
-        if namespace.digest in self._known:
-            return
-        self._known[namespace.digest] = namespace.checked()
-        for group, nbytes in namespace.chunk_bytes.items():
-            self._sizes[namespace.digest + group.to_bytes(GROUP_BYTES, "big")] = nbytes
-
-    def get(self, digest: bytes) -> Namespace | None:
-        return self._known.get(digest)
-
-    def all(self) -> list[Namespace]:
-        return list(self._known.values())
-
-    def size_of(self, key: Key) -> int:
-        """Bytes of the chunk of `key`. Raises `Missing` for a namespace or group not known."""
-        nbytes = self._sizes.get(key[: DIGEST_BYTES + GROUP_BYTES])
-        if nbytes is None:
-            digest = key[:DIGEST_BYTES]
-            what = "group of" if digest in self._known else "namespace"
-            raise Missing(f"no {what} namespace {digest.hex()} is registered at this node")
-        return nbytes
-
-
-@dataclass(slots=True)
-class Counters:
-    """Monotonic counts. Every key asked ends in exactly one of `host_hits`, a tier's entry of
-    `tier_hits`, or `misses`."""
-
-    asked: int = 0
-    host_hits: int = 0
-    misses: int = 0
-    tier_hits: dict[str, int] = field(default_factory=dict)
-    promoted_bytes: int = 0
-    late_promotions: int = 0
-    no_room: int = 0
-    tier_errors: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    owner: str
-    lease: int
-    pending: set[Key]
-    settle: Settle
-    timer: asyncio.TimerHandle | None = None
 
 
 class Store:
@@ -120,7 +63,7 @@ class Store:
             on_gone=self._on_gone,
         )
         self._budget = Budget(int(len(region) * settings.promotion_budget))
-        self._waiters: dict[Key, list[_Waiter]] = {}
+        self._waits = Waits(self.host, self.counters, settings.lease_ttl)
         self._promoting: dict[Key, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -163,7 +106,7 @@ class Store:
         waiting = set(pending) | set(absent)
         self.counters.misses += sum(key not in waiting for key in missing)
         if waiting:
-            self._wait_for(_Waiter(owner, lease, waiting, settle), wait)
+            self._waits.add(owner, lease, waiting.copy(), settle, wait)
         if absent:
             self._promoting |= dict.fromkeys(absent, "")
             self._spawn(self._promote(absent, want, self.clock() + wait))
@@ -207,12 +150,12 @@ class Store:
 
     def abandon(self, owner: str, lease: int) -> None:
         """Nobody waits for this lease any more: end its waits, release what it holds."""
-        self._stop_waiting(lambda waiter: waiter.owner == owner and waiter.lease == lease)
+        self._waits.stop(owner, lease)
         self.host.release(owner, [lease])
 
     def forget(self, owner: str) -> None:
         """An owner is gone for certain: end its waits, leases, reads and writes."""
-        self._stop_waiting(lambda waiter: waiter.owner == owner)
+        self._waits.stop(owner)
         self.host.forget(owner)
 
     async def drop(self, tiers: Sequence[str], keys: Sequence[Key] | None) -> dict[str, int]:
@@ -242,8 +185,6 @@ class Store:
         for tier in self.tiers:
             await tier.close()
 
-    # ------------------------------------------------------------ waiting
-
     def _split_missing(
         self, missing: Sequence[Key], want: Literal["prefix", "all"]
     ) -> tuple[list[Key], list[Key]]:
@@ -257,53 +198,6 @@ class Store:
             elif want == "prefix":
                 break
         return pending, list(dict.fromkeys(absent))
-
-    def _wait_for(self, waiter: _Waiter, wait: float) -> None:
-        for key in waiter.pending:
-            self._waiters.setdefault(key, []).append(waiter)
-        loop = asyncio.get_running_loop()
-        waiter.timer = loop.call_later(wait, self._give_up, waiter)
-
-    def _stop_waiting(self, which: Callable[[_Waiter], bool]) -> None:
-        for key, waiters in list(self._waiters.items()):
-            for waiter in filter(which, waiters):
-                if waiter.timer is not None:
-                    waiter.timer.cancel()
-            self._waiters[key] = [w for w in waiters if not which(w)]
-            if not self._waiters[key]:
-                del self._waiters[key]
-
-    def _give_up(self, waiter: _Waiter) -> None:
-        late = list(waiter.pending)
-        self.counters.late_promotions += len(late)
-        for key in late:
-            self._waiters[key].remove(waiter)
-            if not self._waiters[key]:
-                del self._waiters[key]
-        self._finish(waiter, late, [None] * len(late))
-
-    def _settle(self, keys: Sequence[Key], source: str = "") -> None:
-        """These keys are decided: ready (then `source` had them) or not to be had."""
-        by_waiter: dict[_Waiter, list[Key]] = {}
-        for key in keys:
-            for waiter in self._waiters.pop(key, ()):
-                by_waiter.setdefault(waiter, []).append(key)
-        for waiter, settled in by_waiter.items():
-            ttl = self.settings.lease_ttl
-            chunks = self.host.lease(waiter.owner, waiter.lease, settled, ttl)
-            hits = sum(chunk is not None for chunk in chunks)
-            if source:
-                self.counters.tier_hits[source] += hits
-            else:
-                self.counters.host_hits += hits
-            self._finish(waiter, settled, chunks)
-
-    def _finish(self, waiter: _Waiter, keys: Sequence[Key], chunks: Sequence[Chunk | None]) -> None:
-        self.counters.misses += sum(chunk is None for chunk in chunks)
-        waiter.pending.difference_update(keys)
-        if not waiter.pending and waiter.timer is not None:
-            waiter.timer.cancel()
-        waiter.settle(keys, chunks)
 
     # ------------------------------------------------------------ promotion
 
@@ -339,7 +233,7 @@ class Store:
         for key in keys:
             self._promoting.pop(key, None)
         states = self.host.find(keys)
-        self._settle([k for k, s in zip(keys, states, strict=True) if s is not State.WRITING])
+        self._waits.settle([k for k, s in zip(keys, states, strict=True) if s is not State.WRITING])
 
     async def _locate(self, keys: Sequence[Key], first: int, deadline: float) -> dict[Key, int]:
         """For each key that a tier from number `first` on has, that tier's number."""
@@ -384,7 +278,7 @@ class Store:
             self._promoting.pop(key, None)
             if offset != PRESENT or self.host.get(key) is not None:
                 settled.append(key)
-        self._settle(settled)
+        self._waits.settle(settled)
         if not items:
             return []
         try:
@@ -423,7 +317,7 @@ class Store:
         for chunk in chunks:
             by_source.setdefault(self._promoting.pop(chunk.key, ""), []).append(chunk.key)
         for source, keys in by_source.items():
-            self._settle(keys, source)
+            self._waits.settle(keys, source)
         for cascade in self.cascades:
             came_from = f"tier:{cascade.tier.store_id}"
             cascade.offer([chunk.key for chunk in chunks if chunk.owner != came_from])
@@ -433,7 +327,7 @@ class Store:
         # A write that was given up: whoever waited for it waits in vain, unless it is being
         # promoted, and then that settles it.
         written = [c.key for c in chunks if c.state is State.WRITING]
-        self._settle([key for key in written if key not in self._promoting])
+        self._waits.settle([key for key in written if key not in self._promoting])
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
