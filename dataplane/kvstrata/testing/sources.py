@@ -1,9 +1,4 @@
-"""Sources to read from: in this process, or in one of their own that can be killed.
-
-`python -m kvstrata.testing.sources transport NAME` serves a region by one transport and prints
-its description in hex; `... port` serves one chunk per key of `demo_keys` by a peer port and
-prints its address. Both end with their standard input.
-"""
+"""Sources to read from: in this process, or in one of their own that can be killed."""
 
 from __future__ import annotations
 
@@ -131,11 +126,17 @@ class MemorySource:
 
 
 class SourceProcess:
-    """A source in a process of its own. `told` is the line it printed: where to reach it."""
+    """A source in a process of its own. `told` is the line it printed: where to reach it.
+
+    `SourceProcess("transport", name, size)` serves `pattern(size, 1)` by one transport; `told`
+    is its description in hex. `SourceProcess("port", names, unit_bytes, count)` serves chunk i
+    of `demo_keys` as `pattern(4 * unit_bytes, i)` by a peer port; `told` is its address, its
+    secret "s3cret".
+    """
 
     def __init__(self, *arguments: str) -> None:
-        self._process = subprocess.Popen(  # noqa: S603 - this module, with our own arguments
-            [sys.executable, "-m", "kvstrata.testing.sources", *arguments],
+        self._process = subprocess.Popen(  # noqa: S603 - this module's main
+            [sys.executable, "-c", f"from {__name__} import main; main()", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -184,13 +185,10 @@ async def _serve_port(transports: Sequence[str], unit_bytes: int, count: int) ->
         await transport.close()
 
 
-def main(arguments: Sequence[str]) -> None:
-    what, name, size, *rest = arguments
+def main() -> None:
+    """What a source process runs; it ends with its standard input."""
+    what, name, size, *rest = sys.argv[1:]
     if what == "transport":
         asyncio.run(_serve_transport(name, int(size)))
     else:
         asyncio.run(_serve_port(name.split(","), int(size), int(rest[0])))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

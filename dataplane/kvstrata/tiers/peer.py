@@ -57,10 +57,12 @@ class PeerTier(Tier):
 
     async def lookup(self, keys: Sequence[Key], deadline: float | None = None) -> list[bool]:
         self._check_open()
-        until = self._context.clock() + LOOKUP_SECONDS
+        now = self._context.clock()
+        until = now + LOOKUP_SECONDS
         if deadline is not None:
             until = min(until, deadline)
-        addresses = self._awake()
+        # Without time to answer there is nobody to blame for not answering.
+        addresses = self._awake() if until > now else []
         held: dict[Key, list[str]] = defaultdict(list)
         answers = await asyncio.gather(*(self._ask(a, keys, until) for a in addresses))
         for address, here in zip(addresses, answers, strict=True):
@@ -97,9 +99,11 @@ class PeerTier(Tier):
         return [False] * len(keys)
 
     def keys(self) -> list[Key]:
+        self._check_open()
         return []
 
     def usage(self) -> Usage:
+        self._check_open()
         cooling = [a for a in self._addresses if a not in self._awake()]
         reasons = self._links.reasons
         return Usage(
@@ -146,7 +150,8 @@ class PeerTier(Tier):
         return here
 
     async def _load(self, batch: Sequence[Item], until: float) -> list[Outcome]:
-        outcomes = [Outcome.MISSING] * len(batch)
+        in_time = self._context.clock() < until
+        outcomes = [Outcome.MISSING if in_time else Outcome.FAILED] * len(batch)
         tried: list[set[str]] = [set() for _ in batch]
         while self._context.clock() < until:
             shares = self._spread(batch, outcomes, tried)
@@ -197,7 +202,8 @@ class PeerTier(Tier):
                 got = [Outcome.MISSING] * len(mine)
             except KVStrataError:
                 got = [Outcome.FAILED] * len(mine)
-            if all(outcome is Outcome.FAILED for outcome in got):
+            in_time = self._context.clock() < until
+            if in_time and all(outcome is Outcome.FAILED for outcome in got):
                 self._cool(address)
             for i, outcome in zip(mine, got, strict=True):
                 outcomes[i] = outcome
