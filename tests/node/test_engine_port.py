@@ -189,6 +189,21 @@ async def test_a_killed_process_gives_back_all_it_held(port: Port) -> None:
     assert port.store.host.usage().used == 0
 
 
+async def test_slots_outlive_their_scheduler_while_a_worker_may_write_to_them(port: Port) -> None:
+    worker = await port.run(lambda: port.client("e", role="worker"))
+    scheduler = await port.run(port.client)
+    await port.run(scheduler.reserve, [key(1), key(2)])
+    scheduler.close()
+    await port.until(lambda: len(port.port.sessions) == 1)
+    assert port.store.host.usage().used == 2 * PAGE
+    # Another engine's worker makes no difference, the last of this one's does.
+    other = await port.run(lambda: port.client("other", role="worker"))
+    worker.close()
+    await port.until(lambda: len(port.port.sessions) == 1)
+    assert port.store.host.usage().used == 0
+    other.close()
+
+
 def _status_sessions(port: Port) -> list[str]:
     with port.client("t", role="tool", namespace=None) as tool:
         return tool.status().sessions

@@ -68,6 +68,8 @@ class EnginePort:
         self._welcome = welcome
         self._status = status
         self._engines: dict[str, Namespace] = {}
+        # By engine, owners whose session has ended while a worker of the engine lives.
+        self._orphans: dict[str | None, list[str]] = {}
         self._numbers = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = zmq.asyncio.Context()
@@ -136,7 +138,18 @@ class EnginePort:
     def _end(self, session: Session) -> None:
         _log.info("session of %s ended", session.label)
         del self.sessions[session.id]
-        self._store.forget(session.owner)
+        engine = session.hello.engine if session.hello else None
+        left = self._orphans.setdefault(engine, [])
+        left.append(session.owner)
+        self._store.stop_waiting(session.owner)
+        # A scheduler names the slots, its workers write to them: as long as one of them lives,
+        # it may be at it.
+        if not any(
+            s.hello and (s.hello.engine, s.hello.role) == (engine, "worker")
+            for s in self.sessions.values()
+        ):
+            for owner in self._orphans.pop(engine):
+                self._store.forget(owner)
 
     def _open(self, session: Session, hello: wire.Hello) -> wire.Welcome:
         if hello.protocol != wire.PROTOCOL:

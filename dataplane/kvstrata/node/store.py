@@ -153,6 +153,10 @@ class Store:
         self._waits.stop(owner, lease)
         self.host.release(owner, [lease])
 
+    def stop_waiting(self, owner: str) -> None:
+        """Nobody is there to be told of this owner's lookups."""
+        self._waits.stop(owner)
+
     def forget(self, owner: str) -> None:
         """An owner is gone for certain: end its waits, leases, reads and writes."""
         self._waits.stop(owner)
