@@ -4,4 +4,5 @@ import sys
 
 from kvstrata.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":  # a spawned process imports this module again
+    sys.exit(main())

@@ -17,5 +17,6 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line a heartbeat otherwise
     asyncio.run(run_node(settings))
     return 0

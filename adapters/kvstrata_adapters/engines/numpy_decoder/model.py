@@ -81,7 +81,7 @@ class _Layer:
 
 
 class DecoderModel:
-    """The weights, and the forward pass of one block."""
+    """The weights, and the forward pass of one block. One thread at a time: it has buffers."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self.config = config
@@ -114,6 +114,12 @@ class DecoderModel:
         )
         self._cos = np.cos(angles).astype(np.float32)
         self._sin = np.sin(angles).astype(np.float32)
+        # Which keys of its own block a row may not see, rows repeated per query head of a group.
+        n = config.block_tokens
+        self._hidden = np.tile(~np.tri(n, dtype=np.bool_), (config.heads // config.kv_heads, 1))
+        # The pages under attention, gathered: `[head][block][token][K|V]`.
+        blocks = -(-config.max_tokens // n)
+        self._context = np.empty((config.kv_heads, blocks, n, 2 * size), np.float32)
 
     @cached_property
     def revision(self) -> str:
@@ -148,9 +154,6 @@ class DecoderModel:
         n, last = config.block_tokens, first + len(tokens)
         positions = slice(block * n, (block + 1) * n)
         cos, sin = self._cos[positions, None], self._sin[positions, None]
-        mask = _causal(n, block, config.heads // config.kv_heads)
-        used = np.array(table[: block + 1])
-
         x = np.zeros((n, config.width), np.float32)
         x[first:last] = self._embedding[list(tokens)]
         for layer, page in zip(self._layers, pages, strict=True):
@@ -158,9 +161,8 @@ class DecoderModel:
             own = page[table[block]]
             own[:, first:last, : config.head_size] = k[:, first:last]
             own[:, first:last, config.head_size :] = v[:, first:last]
-            x = x + self._attend(q, page[used], mask) @ layer.out
-            gate, up = np.split(_norm(x, layer.mlp_norm) @ layer.gate_up, 2, axis=1)
-            x = x + (gate / (1 + np.exp(-gate)) * up) @ layer.down
+            x += self._attend(q, page, table[: block + 1]) @ layer.out
+            x += _swiglu(_norm(x, layer.mlp_norm) @ layer.gate_up) @ layer.down
         logits: Floats = _norm(x[last - 1 : last], self._final_norm)[0] @ self._head
         return logits
 
@@ -174,14 +176,18 @@ class DecoderModel:
         keys = rotated[:, config.heads :].transpose(1, 0, 2)
         return queries, keys, heads[:, config.heads + kv :].transpose(1, 0, 2)
 
-    def _attend(self, queries: Floats, context: Floats, mask: NDArray[np.bool_]) -> Floats:
-        """Attention of one block's rows over `context`, pages `(blocks, kv_heads, N, 2*size)`."""
+    def _attend(self, queries: Floats, page: Floats, table: list[int]) -> Floats:
+        """Attention of the last block's rows over all blocks of `table`: `(N, width)`."""
         config = self.config
         n, size = config.block_tokens, config.head_size
-        kv = context.transpose(1, 0, 2, 3).reshape(config.kv_heads, -1, 2 * size)
-        scores = queries @ kv[:, :, :size].transpose(0, 2, 1) * np.float32(size**-0.5)
-        scores = np.where(mask, scores, np.float32(-np.inf))
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        for i, number in enumerate(table):
+            self._context[:, i] = page[number]
+        kv = self._context[:, : len(table)].reshape(config.kv_heads, -1, 2 * size)
+        weights = queries @ kv[:, :, :size].transpose(0, 2, 1)
+        weights *= np.float32(size**-0.5)
+        np.copyto(weights[:, :, -n:], np.float32(-np.inf), where=self._hidden)
+        weights -= weights.max(axis=-1, keepdims=True)
+        np.exp(weights, out=weights)
         weights /= weights.sum(axis=-1, keepdims=True)
         mixed: Floats = weights @ kv[:, :, size:]
         return mixed.reshape(config.heads, n, size).transpose(1, 0, 2).reshape(n, config.width)
@@ -228,7 +234,11 @@ def _rotate(x: Floats, cos: Floats, sin: Floats) -> Floats:
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def _causal(n: int, block: int, group: int) -> NDArray[np.bool_]:
-    """Which keys each row may see: `(group * n, (block + 1) * n)`, rows repeated per query head."""
-    rows = block * n + np.tile(np.arange(n), group)
-    return np.arange((block + 1) * n) <= rows[:, None]
+def _swiglu(x: Floats) -> Floats:
+    """`silu(gate) * up` of `x = [gate | up]`, in few temporaries: page faults cost more."""
+    gate, up = x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
+    out = np.exp(-gate, dtype=np.float32)
+    out += 1
+    np.divide(gate, out, out=out)
+    out *= up
+    return out
