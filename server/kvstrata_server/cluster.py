@@ -29,19 +29,12 @@ from kvstrata import api
 from kvstrata.errors import Expired, Malformed, Missing
 from kvstrata.keys import Key, Namespace
 from kvstrata_server.clock import Clock
-from kvstrata_server.index import HOST, LocationId, PlacementIndex
+from kvstrata_server.index import HOST, LocationId
 from kvstrata_server.metrics import Metrics
 from kvstrata_server.namespaces import Namespaces
+from kvstrata_server.places import PlaceChange, Places
 from kvstrata_server.writer import Writer
-from kvstrata_server.writes import (
-    AddPlacements,
-    ClearPlacements,
-    DropPlacements,
-    PutLocation,
-    PutNode,
-    PutStore,
-    SetSeq,
-)
+from kvstrata_server.writes import PutNode, SetSeq, Write
 
 __all__ = ["Cluster", "Node", "keys_of"]
 
@@ -74,7 +67,7 @@ class Cluster:
 
     def __init__(
         self,
-        index: PlacementIndex,
+        places: Places,
         namespaces: Namespaces,
         writer: Writer,
         metrics: Metrics,
@@ -82,34 +75,13 @@ class Cluster:
         heartbeat_ttl: float,
     ) -> None:
         self.nodes: dict[str, Node] = {}
-        self.index = index
+        self.places = places
+        self.index = places.index
         self.namespaces = namespaces
         self._writer = writer
         self._metrics = metrics
         self._clock = clock
         self._ttl = heartbeat_ttl
-        self._locations: dict[str, dict[str | None, LocationId]] = {}
-        self._about: dict[LocationId, tuple[str, str | None]] = {}
-        self._sharing: dict[str, list[LocationId]] = {}
-        self._store_tiers: dict[str, str] = {}
-
-    # ------------------------------------------------------------ loading
-
-    def load_node(self, node: Node) -> None:
-        self.nodes[node.id] = node
-
-    def load_store(self, store: str, tier: str) -> None:
-        self._store_tiers[store] = tier
-
-    def load_location(
-        self, location: LocationId, node: str, store: str | None, attached: bool
-    ) -> None:
-        self._locations.setdefault(node, {})[store] = location
-        self._about[location] = node, store
-        if store is not None:
-            self._sharing.setdefault(store, []).append(location)
-            if attached:
-                self.nodes[node].stores[store] = self._store_tiers[store]
 
     # ------------------------------------------------------------ nodes
 
@@ -177,11 +149,12 @@ class Cluster:
         if HOST in stores or len(stores) != len(asked.stores):
             raise Malformed(f"stores must have distinct ids, and {HOST!r} is not one")
         self._writer.require_room()
+        voided: list[Write] = []
         node = self.nodes.get(asked.id)
         if node is None:
             node = self.nodes[asked.id] = Node(asked.id, asked.incarnation)
         elif node.incarnation != asked.incarnation:
-            self._void_host(node)
+            voided = self.places.void_host(node.id)
             node.incarnation = asked.incarnation
             node.next_seq, node.staged, node.snapshot_wanted = 0, None, False
             node.host = None
@@ -192,8 +165,8 @@ class Cluster:
         node.capacity_bytes = asked.capacity_bytes
         node.gone, node.healthy, node.detail = False, True, ""
         node.registered = node.last_seen = self._clock()
-        self._put_node(node)
-        self._attach(node, stores)
+        node.stores = stores
+        self._writer.put(*voided, self._row(node), *self.places.attach(node.id, stores))
         return api.RegistrationReply(
             node=node.id,
             incarnation=node.incarnation,
@@ -205,9 +178,9 @@ class Cluster:
         node = self.require(node_id)
         if incarnation is not None:
             self.require_current(node_id, incarnation)
-        self._void_host(node)
+        self._writer.require_room()
         node.gone, node.staged = True, None
-        self._put_node(node)
+        self._writer.put(*self.places.void_host(node.id), self._row(node))
         return node
 
     def heartbeat(self, node_id: str, beat: api.HeartbeatRequest) -> api.HeartbeatReply:
@@ -249,45 +222,33 @@ class Cluster:
     def _apply(self, node: Node, report: api.Report) -> None:
         """All of it or, if something is wrong with the report, nothing."""
         changes = [
-            (self._location(node, change.location), keys_of(change.added), keys_of(change.removed))
+            PlaceChange(
+                self._location(node, change.location),
+                keys_of(change.added),
+                keys_of(change.removed),
+            )
             for change in report.changes
         ]
         documents = [Namespace.parse(document.encode()) for document in report.namespaces]
         self._writer.require_room()
-        self.namespaces.learn(documents)
-        for _, added, _ in changes:
-            self.namespaces.mention(added)
+        writes = self.namespaces.learn(documents)
+        writes += self.namespaces.mention(key for change in changes for key in change.added)
+        node.next_seq = report.seq + 1
+        node.last_seen = self._clock()
         if report.snapshot == "no":
-            for location, added, removed in changes:
-                self._remove(location, removed)
-                self._add(location, added)
+            writes += self.places.apply(changes)
         else:
             if node.staged is None or report.snapshot in ("first", "only"):
                 node.staged = {}  # for `more` and `last` it is there: see _continues
-            for location, added, _ in changes:
-                node.staged.setdefault(location, set()).update(added)
-        node.next_seq = report.seq + 1
-        node.last_seen = self._clock()
-        if report.snapshot in ("last", "only"):
-            self._replace(node)
+            for change in changes:
+                node.staged.setdefault(change.location, set()).update(change.added)
+            if report.snapshot in ("last", "only"):
+                writes += self.places.replace(node.id, node.staged, self._attached)
+                node.staged, node.snapshot_wanted = None, False
         if node.staged is None:
             # Not between the parts of a snapshot: half of one is worth nothing after a restart.
-            self._writer.put(SetSeq(node.id, node.incarnation, node.next_seq))
-
-    def _replace(self, node: Node) -> None:
-        staged, node.staged, node.snapshot_wanted = node.staged or {}, None, False
-        for location in self._locations[node.id].values():
-            added, removed = self.index.replace(location, staged.get(location, set()))
-            self._put_changes(location, added, removed)
-        for store in node.stores:
-            self._drop_orphans(store)
-
-    def _drop_orphans(self, store: str) -> None:
-        """What nodes that have left said of a store gives way to what a present one finds there."""
-        for location in self._sharing[store]:
-            node = self.nodes[self._about[location][0]]
-            if node.gone or store not in node.stores:
-                self._put_changes(location, [], self.index.clear(location))
+            writes.append(SetSeq(node.id, node.incarnation, node.next_seq))
+        self._writer.put(*writes)
 
     def _location(self, node: Node, name: str) -> LocationId:
         store = None if name == HOST else name
@@ -296,74 +257,27 @@ class Cluster:
                 f"node {node.id!r} reports about {name!r}, which is neither {HOST!r} nor one of "
                 f"the stores it registered: {sorted(node.stores)}"
             )
-        return self._locations[node.id][store]
-
-    def _add(self, location: LocationId, keys: Sequence[Key]) -> None:
-        self._put_changes(location, self.index.add(location, keys), [])
-
-    def _remove(self, location: LocationId, keys: Sequence[Key]) -> None:
-        """From a store: whoever reported it there, it is gone for all who share the store."""
-        store = self._about[location][1]
-        for shared in (location,) if store is None else self._sharing[store]:
-            self._put_changes(shared, [], self.index.remove(shared, keys))
-
-    def describe(self, location: LocationId) -> tuple[str, str | None]:
-        """The node that reports about it, and the store; None: the node's host memory."""
-        return self._about[location]
+        return self.places.location(node.id, store)
 
     def reach(self, among: Iterable[Node]) -> dict[LocationId, list[tuple[str, str]]]:
         """Which of these nodes can serve what lies at each location, and as which tier."""
-        reach: dict[LocationId, list[tuple[str, str]]] = {}
-        for node in among:
-            host = self._locations[node.id][None]
-            reach.setdefault(host, []).append((node.id, HOST))
-            for store, tier in node.stores.items():
-                for location in self._sharing[store]:
-                    reach.setdefault(location, []).append((node.id, tier))
-        return reach
+        return self.places.reach((node.id, node.stores) for node in among)
 
-    # ------------------------------------------------------------ rows
+    def _attached(self, node_id: str, store: str) -> bool:
+        node = self.nodes[node_id]
+        return not node.gone and store in node.stores
 
-    def _void_host(self, node: Node) -> None:
-        location = self._locations[node.id][None]
-        self.index.clear(location)
-        self._writer.put(ClearPlacements(location))
-
-    def _attach(self, node: Node, stores: dict[str, str]) -> None:
-        before, node.stores = node.stores, stores
-        for store, tier in stores.items():
-            if self._store_tiers.get(store) != tier:
-                self._store_tiers[store] = tier
-                self._writer.put(PutStore(store, tier))
-        for name in (None, *dict.fromkeys([*before, *stores])):
-            location = self._locations.get(node.id, {}).get(name)
-            if location is None:
-                location = max(self._about, default=0) + 1
-                self.load_location(location, node.id, name, attached=False)
-            attached = name is None or name in stores
-            self._writer.put(PutLocation(location, node.id, name, attached))
-
-    def _put_node(self, node: Node) -> None:
-        self._writer.put(
-            PutNode(
-                id=node.id,
-                incarnation=node.incarnation,
-                next_seq=node.next_seq,
-                peer_address=node.peer_address,
-                transports=node.transports,
-                capacity_bytes=node.capacity_bytes,
-                gone=node.gone,
-                registered=node.registered,
-            )
+    def _row(self, node: Node) -> PutNode:
+        return PutNode(
+            id=node.id,
+            incarnation=node.incarnation,
+            next_seq=node.next_seq,
+            peer_address=node.peer_address,
+            transports=node.transports,
+            capacity_bytes=node.capacity_bytes,
+            gone=node.gone,
+            registered=node.registered,
         )
-
-    def _put_changes(
-        self, location: LocationId, added: Sequence[Key], removed: Sequence[Key]
-    ) -> None:
-        if removed:
-            self._writer.put(DropPlacements(location, removed))
-        if added:
-            self._writer.put(AddPlacements(location, added))
 
 
 def keys_of(texts: Sequence[str]) -> list[Key]:

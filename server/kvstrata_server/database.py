@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -66,14 +67,27 @@ class Database:
 
     async def migrate(self) -> None:
         """Bring the schema to the newest version. Raises `ConfigError` if it can't be opened."""
+        self._check_directory()
         try:
             async with self.engine.begin() as connection:
                 await connection.run_sync(_upgrade)
         except OperationalError as e:
             raise ConfigError(
                 f"server.database {self.shown} can't be opened: {e.orig}. "
-                "Does its directory exist, and may this user write there?"
+                "May this user read and write it?"
             ) from e
+
+    def _check_directory(self) -> None:
+        # Asked beforehand: aiosqlite's thread outlives a connection that fails to open.
+        path = self._url.database
+        if self._url.get_backend_name() != "sqlite" or not path or path == ":memory:":
+            return
+        directory = Path(path).absolute().parent
+        if not directory.is_dir() or not os.access(directory, os.W_OK):
+            raise ConfigError(
+                f"server.database {self.shown}: {directory} is not a directory that this user "
+                "may write to: make it, or choose another"
+            )
 
     async def stream(self, select: Executable) -> AsyncIterator[list[Any]]:
         """Rows in parts, so that a big table neither fills memory nor holds the loop."""

@@ -8,8 +8,7 @@ import msgspec
 
 from kvstrata import api
 from kvstrata.keys import DIGEST_BYTES, Key, Namespace, split_key
-from kvstrata_server.writer import Writer
-from kvstrata_server.writes import PutNamespace
+from kvstrata_server.writes import PutNamespace, Write
 
 __all__ = ["Namespaces"]
 
@@ -17,25 +16,29 @@ __all__ = ["Namespaces"]
 class Namespaces:
     """Digest -> document; None where chunks were reported before the document."""
 
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
+    def __init__(self) -> None:
         self._known: dict[bytes, Namespace | None] = {}
 
     def load(self, digest: bytes, document: bytes | None) -> None:
         self._known[digest] = None if document is None else Namespace.parse(document)
 
-    def learn(self, documents: Iterable[Namespace]) -> None:
+    def learn(self, documents: Iterable[Namespace]) -> list[Write]:
+        """Returns what is new."""
+        new: list[Write] = []
         for namespace in documents:
             if self._known.get(namespace.digest) is None:
                 self._known[namespace.digest] = namespace
-                self._writer.put(PutNamespace(namespace.digest, namespace.document))
+                new.append(PutNamespace(namespace.digest, namespace.document))
+        return new
 
-    def mention(self, keys: Iterable[Key]) -> None:
-        """Make sure the namespaces of these keys have rows that placements can refer to."""
+    def mention(self, keys: Iterable[Key]) -> list[Write]:
+        """The rows that placements of these keys refer to, where they are not there yet."""
+        new: list[Write] = []
         for digest in {key[:DIGEST_BYTES] for key in keys}:
             if digest not in self._known:
                 self._known[digest] = None
-                self._writer.put(PutNamespace(digest, None))
+                new.append(PutNamespace(digest, None))
+        return new
 
     def documents(self, keys: Iterable[Key]) -> list[str]:
         """Documents behind these keys, as far as they are known."""

@@ -19,6 +19,7 @@ from kvstrata_server.index import PlacementIndex
 from kvstrata_server.metrics import Metrics
 from kvstrata_server.models import LocationRow, NamespaceRow, NodeRow, PlacementRow, StoreRow
 from kvstrata_server.namespaces import Namespaces
+from kvstrata_server.places import Places
 from kvstrata_server.transfers import Scheduler
 from kvstrata_server.writer import Writer
 
@@ -39,9 +40,10 @@ class ControlState:
         self.database = Database(settings.database)
         self.writer = Writer(self.database)
         self.index = PlacementIndex()
-        self.namespaces = Namespaces(self.writer)
+        self.places = Places(self.index)
+        self.namespaces = Namespaces()
         self.cluster = Cluster(
-            self.index,
+            self.places,
             self.namespaces,
             self.writer,
             self.metrics,
@@ -119,22 +121,23 @@ class ControlState:
         for row in await self.database.rows(select(NamespaceRow.__table__)):
             self.namespaces.load(row.digest, row.document)
         for row in await self.database.rows(select(NodeRow.__table__)):
-            self.cluster.load_node(
-                Node(
-                    id=row.id,
-                    incarnation=row.incarnation,
-                    next_seq=row.next_seq,
-                    peer_address=row.peer_address,
-                    transports=tuple(row.transports),
-                    capacity_bytes=row.capacity_bytes,
-                    gone=row.gone,
-                    registered=row.registered,
-                )
+            self.cluster.nodes[row.id] = Node(
+                id=row.id,
+                incarnation=row.incarnation,
+                next_seq=row.next_seq,
+                peer_address=row.peer_address,
+                transports=tuple(row.transports),
+                capacity_bytes=row.capacity_bytes,
+                gone=row.gone,
+                registered=row.registered,
             )
         for row in await self.database.rows(select(StoreRow.__table__)):
-            self.cluster.load_store(row.id, row.tier)
+            self.places.load_store(row.id, row.tier)
         for row in await self.database.rows(select(LocationRow.__table__)):
-            self.cluster.load_location(row.id, row.node_id, row.store_id, row.attached)
+            self.places.load_location(row.id, row.node_id, row.store_id)
+            if row.store_id is not None and row.attached:
+                tier = self.places.tier(row.store_id)
+                self.cluster.nodes[row.node_id].stores[row.store_id] = tier
         async for part in self.database.stream(select(PlacementRow.__table__)):
             by_location: dict[int, list[Key]] = {}
             for location, namespace, chunk in part:

@@ -1,8 +1,9 @@
 """The only writer of SQL: takes changes behind the index, and commits them in batches.
 
-Everything is written in the order it was put, so the rows are at any time what the index was a
-moment ago. The queue is bounded by rows: `require_room` refuses work (`Busy`, which nodes
-answer by sending it again later) before the index changes, so that nothing is ever dropped.
+What is put together is committed together, and in the order it was put: the rows are at any
+time what the index was a moment ago. The queue is bounded by rows: `require_room` refuses work
+(`Busy`, which nodes answer by sending it again later) before the index changes, so that nothing
+is ever dropped.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Iterable
 
 from sqlalchemy.exc import DBAPIError, OperationalError, StatementError
 
@@ -39,10 +41,10 @@ class Writer:
         self._database = database
         self._max_rows = max_rows
         self._batch_rows = batch_rows
-        self._queue: deque[Write] = deque()
+        self._queue: deque[tuple[Write, ...]] = deque()
         self._rows = 0
         self.position = 0
-        """How many writes were put."""
+        """How many changes were put."""
         self.committed = 0
         """How many of them are in SQL."""
         self._filled = asyncio.Event()
@@ -61,10 +63,12 @@ class Writer:
             )
 
     def put(self, *writes: Write) -> None:
-        self._queue.extend(writes)
-        self.position += len(writes)
-        self._rows += sum(write.rows for write in writes)
-        self._filled.set()
+        """One change: all of it or none will be in SQL, whenever this process dies."""
+        if writes:
+            self._queue.append(writes)
+            self.position += 1
+            self._rows += _rows(writes)
+            self._filled.set()
 
     async def flushed(self, timeout: float) -> None:
         """Return when all that was put so far is committed. Raises `Busy` after `timeout` s."""
@@ -104,24 +108,24 @@ class Writer:
             self.problem = ""
 
     async def write_batch(self) -> None:
-        """Commit the oldest writes as one transaction. If it fails they stay queued."""
-        batch, rows = self._next_batch()
-        await self._commit(batch)
-        for _ in batch:
+        """Commit the oldest changes as one transaction. If it fails they stay queued."""
+        batch = self._next_batch()
+        await self._commit([write for writes in batch for write in writes])
+        for writes in batch:
             self._queue.popleft()
-        self._rows -= rows
+            self._rows -= _rows(writes)
         self.committed += len(batch)
         self._advanced.set()
 
-    def _next_batch(self) -> tuple[list[Write], int]:
-        batch: list[Write] = []
+    def _next_batch(self) -> list[tuple[Write, ...]]:
+        batch: list[tuple[Write, ...]] = []
         rows = 0
-        for write in self._queue:
-            if batch and rows + write.rows > self._batch_rows:
+        for writes in self._queue:
+            rows += _rows(writes)
+            if batch and rows > self._batch_rows:
                 break
-            batch.append(write)
-            rows += write.rows
-        return batch, rows
+            batch.append(writes)
+        return batch
 
     async def _commit(self, batch: list[Write]) -> None:
         try:
@@ -144,3 +148,7 @@ class Writer:
             except (DBAPIError, StatementError):
                 self.dropped += 1
                 log.exception("dropped a write that the database refuses: %.500r", write)
+
+
+def _rows(writes: Iterable[Write]) -> int:
+    return sum(write.rows for write in writes)

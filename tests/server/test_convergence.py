@@ -218,7 +218,7 @@ class Convergence(RuleBasedStateMachine):
                 found = {
                     key
                     for number, served in reach.items()
-                    if server.cluster.describe(number)[1]
+                    if server.places.describe(number)[1]
                     == (None if location == "host" else location)
                     and name in {n for n, _ in served}
                     for key in server.index.keys_at(number)
