@@ -427,6 +427,48 @@ async def test_drain_gives_up_at_its_deadline(opened: Callable[..., Any], clock:
     assert await store == [STORED]
 
 
+class GatedClock:
+    """Holds the first thread of a pool that asks for the time once its first item is done."""
+
+    def __init__(self, pool: str) -> None:
+        self.pool = pool
+        self.asked = 0
+        self.reached, self.gate = threading.Event(), threading.Event()
+
+    def __call__(self) -> float:
+        if threading.current_thread().name.startswith(self.pool):
+            self.asked += 1
+            if self.asked == 2:
+                self.reached.set()
+                self.gate.wait(30)
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("pool", "outcome"), [("kvstrata-fs-read", LOADED), ("kvstrata-fs-write", PRESENT)]
+)
+async def test_what_is_evicted_under_a_call_stays_evicted(
+    tmp_path: Path, pool: str, outcome: Outcome
+) -> None:
+    tier = await FsTier.open({"root": tmp_path}, TierContext("node"))
+    await tier.store([item(0)])
+    await tier.close()
+    clock = GatedClock(pool)
+    tier = await FsTier.open({"root": tmp_path}, TierContext("node", clock=clock))
+    call = tier.load([blank(0)]) if outcome is LOADED else tier.store([item(0)])
+    running = asyncio.ensure_future(call)
+    try:
+        assert await asyncio.to_thread(clock.reached.wait, 30)
+        assert await tier.evict([key(0)]) == [True]
+    finally:
+        clock.gate.set()
+    assert await running == [outcome]
+    assert tier.keys() == []
+    assert tier.usage().used_bytes == 0
+    assert await tier.lookup([key(0)]) == [False]
+    await tier.close()
+
+
 # ---------------------------------------------------------------- sudden death
 
 WRITER = """

@@ -105,6 +105,7 @@ class FsTier(Tier):
             first: dict[Key, int] = {}
             for i, item in enumerate(batch):
                 first.setdefault(item.key, i)
+            known = self._index.keys() & first.keys()
             outcomes = dict.fromkeys(first, Outcome.NO_ROOM)
             admitted, claim = await self._admit(call, [batch[i] for i in first.values()])
             try:
@@ -114,7 +115,7 @@ class FsTier(Tier):
                 )
             finally:
                 self._claimed -= claim
-            self._settle_store(admitted, done)
+            self._settle_store(admitted, done, known)
             outcomes |= {x.key: d.outcome for x, d in zip(admitted, done, strict=True)}
             again = outcomes | {
                 key: Outcome.PRESENT for key, o in outcomes.items() if o is Outcome.STORED
@@ -126,10 +127,11 @@ class FsTier(Tier):
 
     async def load(self, batch: Sequence[Item], deadline: float | None = None) -> list[Outcome]:
         with self._calls.running(deadline) as call:
+            known = {item.key for item in batch if item.key in self._index}
             done = await self._calls.spread(
                 call, self._readers, self._options.read_threads, self._load, batch, _LATE
             )
-            self._settle_load(batch, done)
+            self._settle_load(batch, done, known)
             return [d.outcome for d in done]
 
     async def evict(self, keys: Sequence[Key]) -> list[bool]:
@@ -276,10 +278,14 @@ class FsTier(Tier):
             else:
                 self._described.add(digest)
 
-    def _settle_store(self, items: Sequence[Item], done: Sequence[_Done]) -> None:
+    def _settle_store(
+        self, items: Sequence[Item], done: Sequence[_Done], known: Collection[Key]
+    ) -> None:
         held = []
         for item, d in zip(items, done, strict=True):
-            if d.outcome in (Outcome.STORED, Outcome.PRESENT):
+            if d.outcome is Outcome.STORED or (
+                d.outcome is Outcome.PRESENT and not self._evicted_since(item.key, known)
+            ):
                 held.append((item.key, d.disk_bytes))
             if d.outcome is Outcome.STORED:
                 self._counters["stored"] += 1
@@ -287,12 +293,15 @@ class FsTier(Tier):
         self._hold(held)
         self._report(done)
 
-    def _settle_load(self, items: Sequence[Item], done: Sequence[_Done]) -> None:
+    def _settle_load(
+        self, items: Sequence[Item], done: Sequence[_Done], known: Collection[Key]
+    ) -> None:
         held: list[tuple[Key, int]] = []
         gone: list[Key] = []
         for item, d in zip(items, done, strict=True):
             if d.outcome is Outcome.LOADED:
-                held.append((item.key, d.disk_bytes))
+                if not self._evicted_since(item.key, known):
+                    held.append((item.key, d.disk_bytes))
                 self._counters["loaded"] += 1
                 self._counters["load_bytes"] += item.view.nbytes
             elif d.outcome is Outcome.CORRUPT:
@@ -304,6 +313,10 @@ class FsTier(Tier):
         self._hold(held)
         self._announce(gone)
         self._report(done)
+
+    def _evicted_since(self, key: Key, known: Collection[Key]) -> bool:
+        """Whether a chunk that a thread saw, of those `known` at first, has been dropped since."""
+        return key in known and key not in self._index
 
     def _hold(self, chunks: Sequence[tuple[Key, int]]) -> None:
         """They are on disk, and the first of them is the youngest now: see `policies.Policy`."""
