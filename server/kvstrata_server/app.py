@@ -14,9 +14,8 @@ from importlib.metadata import version
 import uvicorn
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from pydantic import ValidationError
-from pydantic_settings import CliApp
 
+from kvstrata.cli.flags import settings_from
 from kvstrata.config import ServerSettings
 from kvstrata.errors import ConfigError
 from kvstrata_server import openapi, problems
@@ -77,11 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        settings = CliApp.run(ServerSettings, cli_args=arguments)
+        settings = settings_from(ServerSettings, arguments, "kvstrata server")
         app = create_app(settings)
         with _listen(settings) as listener:
             asyncio.run(_serve(app, listener))
-    except (ConfigError, ValidationError) as e:
+    except ConfigError as e:
         print(f"kvstrata server: {e}", file=sys.stderr)
         return 2
     return 0
