@@ -31,7 +31,7 @@ from kvstrata.testing.sources import (
     pattern,
 )
 from kvstrata.testing.tiers import a_namespace
-from kvstrata.tiers import peer_links
+from kvstrata.tiers import peer, peer_links
 from kvstrata.tiers.base import Item, Outcome, TierContext
 from kvstrata.tiers.peer import COOL_OFF_SECONDS, PeerTier
 from kvstrata.tiers.peer_links import PeerLinks
@@ -60,6 +60,12 @@ async def until(condition):
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 - whatever the other side does
             await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """Lookups that a busy machine does not cut short."""
+    monkeypatch.setattr(peer, "LOOKUP_SECONDS", 10.0)
 
 
 class Near:
@@ -686,16 +692,18 @@ async def test_a_namespace_nobody_registered_is_a_miss(world, seeker, clock):
     assert await load(tier, seeker, KEYS[:2]) == [MISSING] * 2
 
 
-async def test_a_slow_peer_does_not_hold_up_a_lookup(world, seeker, clock):
+async def test_a_slow_peer_does_not_hold_up_a_lookup(world, seeker, clock, monkeypatch):
     far = SourceProcess("port", "tcp", str(UNIT), "2")
     second, _ = await world.source(2)
     try:
         tier = tier_over(seeker, [far.told, second], clock)
         assert await tier.lookup(KEYS[:2]) == [True] * 2
         os.kill(far.pid, signal.SIGSTOP)
+        monkeypatch.setattr(peer, "LOOKUP_SECONDS", 1.0)
         began = time.monotonic()
         assert await tier.lookup(KEYS[:2]) == [True] * 2
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 5
+        assert "in time" in tier.usage().detail
         await tier.close()
     finally:
         far.kill()

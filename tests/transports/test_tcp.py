@@ -12,8 +12,9 @@ import pytest
 from kvstrata.errors import ConfigError, LinkBroken, Malformed, PeerRefused
 from kvstrata.testing.sources import pattern
 from kvstrata.testing.transports import LEASE, SIZE, TransportTests, scattered, soon
-from kvstrata.transports import Read, tcp
-from kvstrata.transports.tcp import MAX_RANGES, TcpTransport
+from kvstrata.transports import Read, tcp_source
+from kvstrata.transports.tcp import TcpTransport
+from kvstrata.transports.tcp_wire import MAX_RANGES
 
 OK, DENIED, MALFORMED, BUSY = range(4)
 
@@ -104,7 +105,7 @@ async def test_the_format_on_the_wire(source):
     ],
 )
 async def test_malformed_requests_are_told_so_and_dropped(source, consumer, message, caplog):
-    with caplog.at_level(logging.WARNING, "kvstrata.transports.tcp"):
+    with caplog.at_level(logging.WARNING, "kvstrata.transports.tcp_source"):
         for _ in range(3):
             # What it left unread may reset the connection before the answer is read.
             assert (await says(source, message))[:6] in (b"kvsa\x01\x02", b"")
@@ -167,7 +168,7 @@ async def test_a_lease_has_16_bytes(source, consumer):
 
 
 def accepted(source):
-    return set(source._server._open)
+    return set(source._source._open)
 
 
 async def test_a_connection_is_kept_for_the_next_pull(source, consumer):
@@ -187,7 +188,7 @@ async def test_a_kept_connection_that_died_is_replaced(source, consumer):
 
 
 async def test_strangers_are_bounded(source, consumer, monkeypatch):
-    monkeypatch.setattr(tcp, "_MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(tcp_source, "_MAX_CONNECTIONS", 3)
     socks = []
     try:
         socks += [dial(source) for _ in range(3)]
@@ -201,13 +202,13 @@ async def test_strangers_are_bounded(source, consumer, monkeypatch):
 
 
 async def test_who_says_nothing_is_dropped(source, monkeypatch):
-    monkeypatch.setattr(tcp, "_FIRST_REQUEST_SECONDS", 0.05)
+    monkeypatch.setattr(tcp_source, "_FIRST_REQUEST_SECONDS", 0.05)
     with dial(source) as sock:
         assert await asyncio.to_thread(everything, sock) == b""
 
 
 async def test_who_dribbles_is_dropped(source, monkeypatch):
-    monkeypatch.setattr(tcp, "_REQUEST_SECONDS", 0.1)
+    monkeypatch.setattr(tcp_source, "_REQUEST_SECONDS", 0.1)
     whole = request()
 
     def dribble():
@@ -225,7 +226,7 @@ async def test_who_dribbles_is_dropped(source, monkeypatch):
 
 
 async def test_who_does_not_read_is_dropped(source, monkeypatch):
-    monkeypatch.setattr(tcp, "_WRITE_SECONDS", 0.1)
+    monkeypatch.setattr(tcp_source, "_WRITE_SECONDS", 0.1)
     with dial(source) as sock:
         sock.sendall(request(ranges=((0, SIZE),) * 16))
         threads = [t for t in threading.enumerate() if t.name == "kvstrata-tcp-serve"]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from kvstrata.config import PeerSettings
 from kvstrata.keys import Field, Group, Key, Namespace
@@ -141,9 +142,14 @@ class SourceProcess:
             stdout=subprocess.PIPE,
             text=True,
         )
+
+    @cached_property
+    def told(self) -> str:
+        # Read when first needed, so that several can start at once.
         assert self._process.stdout is not None
-        self.told = self._process.stdout.readline().strip()
-        assert self.told, f"a source process with {arguments} did not start"
+        line = self._process.stdout.readline().strip()
+        assert line, "a source process did not start"
+        return line
 
     @property
     def pid(self) -> int:

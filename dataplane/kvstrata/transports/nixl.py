@@ -4,7 +4,7 @@ One agent per node, its region registered once. Reads bypass the source's proces
 there checks the lease (`checks_lease` is False): the source keeps leased ranges still, and the
 checksum finds what was read too late.
 
-What was measured with NIXL 1.5.1 and its UCX 1.2x, and decides how this is written:
+What was measured with NIXL 1.5.1, and decides how this is written:
   - With CMA a transfer is one synchronous copy in the caller's thread: all calls are made by
     one owner thread, and a pull goes in batches of `BATCH_BYTES` so that deadlines are met and
     concurrent pulls share.
@@ -20,29 +20,29 @@ What was measured with NIXL 1.5.1 and its UCX 1.2x, and decides how this is writ
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
-import ipaddress
 import logging
 import os
 import queue
 import threading
 import time
-import uuid
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from importlib import import_module
-from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta
 
 from kvstrata.errors import ConfigError, KVStrataError, LinkBroken, Malformed
 from kvstrata.transports.base import Authorize, Read, Transport
+from kvstrata.transports.nixl_agent import (
+    Agent,
+    Remote,
+    has_rdma,
+    import_nixl,
+    is_loopback,
+    parse,
+    place,
+)
 from kvstrata.transports.waiting import until_settled
 
 __all__ = ["NixlTransport"]
@@ -52,22 +52,6 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 64 << 20
 BATCH_READS = 4096
 GRACE_SECONDS = 2.0
-
-_VERSION = 1
-_MAX_REMOTES = 256
-_MAX_METADATA = 64 << 10
-_MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
-
-
-class _Remote(msgspec.Struct, frozen=True, array_like=True):
-    """What `describe` packs. `place` tells hosts and namespaces apart, as CMA sees them."""
-
-    version: int
-    place: str
-    rdma: bool
-    metadata: Annotated[bytes, Meta(max_length=_MAX_METADATA)]
-    base: Annotated[int, Meta(ge=0, lt=1 << 62)]
-    length: Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class NixlTransport(Transport):
@@ -82,7 +66,7 @@ class NixlTransport(Transport):
         self._closed = False
 
     async def start(self) -> None:
-        owner = _Owner(self._memory, _import_nixl(), _is_loopback(self._listen_host))
+        owner = _Owner(self._memory, import_nixl(), is_loopback(self._listen_host))
         await asyncio.wrap_future(owner.ready)
         self._owner = owner
 
@@ -97,7 +81,7 @@ class NixlTransport(Transport):
         owner = self._owner
         if self._closed or owner is None:
             raise LinkBroken("the nixl transport is closed")
-        at = _parse(remote)
+        at = parse(remote)
         for read in reads:
             if not 0 <= read.local_offset <= read.local_offset + read.nbytes <= len(self._memory):
                 raise ValueError(f"{read} is outside the region")
@@ -116,62 +100,10 @@ class NixlTransport(Transport):
             await asyncio.to_thread(owner.close)
 
 
-def _import_nixl() -> Any:
-    """The module with `nixl_agent`. Raises `ConfigError`."""
-    # NIXL's Python part logs to standard output and turns `raiseExceptions` off for everyone.
-    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
-    raise_exceptions = logging.raiseExceptions
-    reasons = []
-    try:
-        for name in _MODULES:
-            try:
-                return import_module(f"{name}._api")
-            except ImportError as e:
-                reasons.append(f"{name}: {e}")
-    finally:
-        logging.raiseExceptions = raise_exceptions
-    raise ConfigError(
-        "transport nixl is not installed: `pip install nixl`, or `pip install --no-deps "
-        f"nixl-cu12` on a host without CUDA ({'; '.join(reasons)})"
-    )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _place() -> str:
-    """Equal for two processes iff one may read the other's memory by CMA, as far as names tell."""
-    parts = []
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid", "/proc/self/ns/user"):
-        with contextlib.suppress(OSError):
-            parts.append(os.readlink(path) if "/ns/" in path else Path(path).read_text())
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
-
-
-def _has_rdma() -> bool:
-    with contextlib.suppress(OSError):
-        return bool(os.listdir("/sys/class/infiniband"))
-    return False
-
-
-def _parse(remote: bytes) -> _Remote:
-    try:
-        at = msgspec.msgpack.decode(remote, type=_Remote)
-    except msgspec.MsgspecError as e:
-        raise Malformed(f"nixl description of a source: {e}") from e
-    if at.version != _VERSION:
-        raise Malformed(f"nixl description of a source: version {at.version}, not {_VERSION}")
-    return at
-
-
 class _Pull:
     """One pull, advanced by the owner thread. `done` is settled when nothing writes any more."""
 
-    def __init__(self, at: _Remote, reads: Sequence[Read], deadline: float) -> None:
+    def __init__(self, at: Remote, reads: Sequence[Read], deadline: float) -> None:
         self.at = at
         self.deadline = deadline
         self.done: Future[list[bool]] = Future()
@@ -212,114 +144,6 @@ def _broken(error: Exception) -> LinkBroken:
     return LinkBroken(f"nixl source: {type(error).__name__}: {error}")
 
 
-class _Agent:
-    """A NIXL agent with the region registered. Used by the owner thread only."""
-
-    def __init__(self, memory: memoryview, api: Any, loopback: bool) -> None:
-        self.name = f"kvstrata-{uuid.uuid4().hex}"
-        self._array = np.frombuffer(memory, dtype=np.uint8)
-        self.base = int(self._array.ctypes.data)
-        with _environment(loopback):
-            config = api.nixl_agent_config(enable_prog_thread=True, backends=["UCX"])
-            self._nixl = api.nixl_agent(self.name, config)
-        self._registered = self._nixl.register_memory([(self.base, len(memory), 0, "")], "DRAM")
-        self._remotes: OrderedDict[bytes, tuple[str, _Remote]] = OrderedDict()
-        self._busy: Counter[bytes] = Counter()
-        self.described = msgspec.msgpack.encode(
-            _Remote(
-                _VERSION,
-                _place(),
-                _has_rdma(),
-                self._nixl.get_agent_metadata(),
-                self.base,
-                len(memory),
-            )
-        )
-
-    def prepare(self, at: _Remote, rows: npt.NDArray[np.uint64]) -> Any:
-        """The handle of a transfer that is yet to be posted."""
-        name = self._know(at)
-        local, remote = np.zeros((2, len(rows), 3), dtype=np.uint64)
-        local[:, 0] = rows[:, 1] + np.uint64(self.base)
-        remote[:, 0] = rows[:, 0] + np.uint64(at.base)
-        local[:, 1] = remote[:, 1] = rows[:, 2]
-        return self._nixl.initialize_xfer(
-            "READ",
-            self._nixl.get_xfer_descs(local, "DRAM"),
-            self._nixl.get_xfer_descs(remote, "DRAM"),
-            name,
-        )
-
-    def post(self, at: _Remote, handle: Any) -> bool:
-        """Start it; whether it is already over."""
-        self._busy[at.metadata] += 1
-        return self._over(self._nixl.transfer(handle))
-
-    def over(self, handle: Any) -> bool:
-        """Whether a posted transfer is complete."""
-        return self._over(self._nixl.check_xfer_state(handle))
-
-    def settled(self, at: _Remote) -> None:
-        """A posted transfer from there is over, well or not."""
-        self._busy[at.metadata] -= 1
-
-    def forget(self, at: _Remote) -> None:
-        """Unless something is in progress from there, which forgetting would not stop."""
-        if at.metadata in self._remotes and not self._busy[at.metadata]:
-            del self._busy[at.metadata]
-            with contextlib.suppress(Exception):
-                self._nixl.remove_remote_agent(self._remotes.pop(at.metadata)[0])
-
-    def close(self) -> None:
-        """Destroy it: whatever was in progress writes nothing afterwards."""
-        for name, _ in self._remotes.values():
-            with contextlib.suppress(Exception):
-                self._nixl.remove_remote_agent(name)
-        with contextlib.suppress(Exception):
-            self._nixl.deregister_memory(self._registered)
-        self._registered = None
-        # Handles refer to the inner agent; dropping ours is what runs its destructor.
-        self._nixl.agent = None
-        self._nixl = None
-        del self._array
-
-    def _know(self, at: _Remote) -> str:
-        known = self._remotes.get(at.metadata)
-        if known is None:
-            try:
-                told = self._nixl.add_remote_agent(at.metadata)
-            except Exception as e:
-                raise Malformed(f"nixl can't use the description of a source: {e}") from e
-            known = (told.decode() if isinstance(told, bytes) else str(told), at)
-            self._remotes[at.metadata] = known
-            for _, old in list(self._remotes.values())[:-_MAX_REMOTES]:
-                self.forget(old)
-        self._remotes.move_to_end(at.metadata)
-        return known[0]
-
-    @staticmethod
-    def _over(state: str) -> bool:
-        if state == "ERR":
-            raise RuntimeError("the transfer failed")
-        return state == "DONE"
-
-
-@contextlib.contextmanager
-def _environment(loopback: bool) -> Iterator[None]:
-    """UCX reads its settings from the environment when an agent is made. The user's win."""
-    wanted = {"UCX_LOG_LEVEL": "fatal"}
-    if loopback:
-        # It would listen on every interface, whatever address the node listens on.
-        wanted["UCX_NET_DEVICES"] = "lo"
-    ours = {name: value for name, value in wanted.items() if name not in os.environ}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            os.environ.pop(name, None)
-
-
 class _Owner:
     """The thread that makes every call of the agent."""
 
@@ -332,7 +156,7 @@ class _Owner:
         self._pulls: list[_Pull] = []
         self._lock = threading.Lock()
         self._closing = False
-        self._agent: _Agent | None = None
+        self._agent: Agent | None = None
         self.described = b""
         self.ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="kvstrata-nixl", daemon=True)
@@ -427,7 +251,7 @@ class _Owner:
             self._replace_agent("a transfer did not end in time, and took its agent with it")
         return not posted
 
-    def _prepare(self, agent: _Agent, pull: _Pull) -> bool:
+    def _prepare(self, agent: Agent, pull: _Pull) -> bool:
         """Make its next transfer ready, or settle it."""
         rows = None
         if pull.aborted:
@@ -441,7 +265,7 @@ class _Owner:
         pull.handle = agent.prepare(pull.at, rows)
         return True
 
-    def _check_reachable(self, at: _Remote) -> None:
+    def _check_reachable(self, at: Remote) -> None:
         far = at.place != self._place and not (at.rdma and self._rdma)
         if far and "UCX_TLS" not in os.environ:
             raise LinkBroken(
@@ -452,8 +276,8 @@ class _Owner:
     # ------------------------------------------------------------ the agent's life
 
     def _open_agent(self) -> None:
-        self._place, self._rdma = _place(), _has_rdma()
-        self._agent = _Agent(self._memory, self._api, self._loopback)
+        self._place, self._rdma = place(), has_rdma()
+        self._agent = Agent(self._memory, self._api, self._loopback)
         self.described = self._agent.described
 
     def _close_agent(self, reason: str) -> None:
