@@ -27,10 +27,15 @@ class Workload:
     seed: int = 1
 
     @property
-    def longest(self) -> int:
-        """Tokens of a conversation at its end."""
-        turns = self.turns + self.turns_after_restart + self.turns_on_b
+    def longest_on_a(self) -> int:
+        """Tokens of a conversation when it leaves node A."""
+        turns = self.turns + self.turns_after_restart
         return self.system + turns * (self.message + self.answer)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the conversation that goes on at node B, at its end."""
+        return self.longest_on_a + self.turns_on_b * (self.message + self.answer)
 
     @property
     def steps(self) -> int:
