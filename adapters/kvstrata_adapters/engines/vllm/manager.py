@@ -44,7 +44,7 @@ __all__ = ["KVStrataManager"]
 
 _log = logging.getLogger(__name__)
 
-# A node without room is asked for slots this often.
+# With nothing else to say, a node without room is asked for slots this often.
 _CREDIT_PAUSE = 0.05
 # A node that has not answered for this long does not keep an idle engine stepping.
 _PATIENCE = 2.0
@@ -84,6 +84,7 @@ class KVStrataManager(OffloadingManager):
         # By vLLM's key, whose job is writing it. A job of a session that is gone may still end
         # while another one writes the same key anew.
         self._writing: dict[bytes, ReqContext] = {}
+        self._unsaid: set[bytes] = set()
         self._failed: set[bytes] = set()
         self._forsaken: list[_Forsaken] = []
         self._heard = False
@@ -169,6 +170,7 @@ class KVStrataManager(OffloadingManager):
             names.append(name)
             offsets.append(offset)
             self._writing[key] = req_context
+            self._unsaid.add(key)
             self._link.draft.uses.append(wire.Use(offset, name))
         return PrepareStoreOutput(chosen, self._spec(names, offsets), [])
 
@@ -183,6 +185,10 @@ class KVStrataManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
+        if not self._unsaid.isdisjoint(keys):
+            # A store that vLLM hurried through within one step: the node must hear of its slot
+            # in an earlier message than of its end.
+            self._pump()
         self._failed |= self._faults.drain()
         for key in keys:
             if self._writing.get(key) is not req_context:
@@ -231,11 +237,11 @@ class KVStrataManager(OffloadingManager):
     def _pump(self) -> None:
         """Send what is to be said, act on what has been."""
         now = self._clock()
-        if self._link.up and now >= self._credits_asked + _CREDIT_PAUSE:
-            wanted = self._pool.wanted()
-            if wanted:
-                self._credits_asked = now
-                self._link.draft.credits.update(wanted)
+        rest = now >= self._credits_asked + _CREDIT_PAUSE
+        if self._link.up and (self._link.draft or rest) and (wanted := self._pool.wanted()):
+            self._credits_asked = now
+            self._link.draft.credits.update(wanted)
+        self._unsaid.clear()
         self._link.flush()
         self._hear()
 
@@ -269,6 +275,7 @@ class KVStrataManager(OffloadingManager):
         self._lookups.lost()
         self._pool.clear()
         self._writing.clear()
+        self._unsaid.clear()
         self._failed.clear()
         self._forsaken.clear()
 
