@@ -67,7 +67,7 @@ def test_addresses():
     [
         (["--listen", "0.0.0.0:0"], "KVSTRATA_SERVER_TOKEN"),
         (["--listen", "nonsense"], "host:port"),
-        (["--heartbeat_ttl", "soon"], "is not a time"),
+        (["--heartbeat-ttl", "soon"], "is not a time"),
         (["--database", "sqlite:///x.sqlite"], "sqlite+aiosqlite"),
         (["--database", "mysql+aiomysql://h/x"], "server.database"),
         (["--listen", "127.0.0.1:0", "--database", "sqlite+aiosqlite:////no/x"], "directory"),
