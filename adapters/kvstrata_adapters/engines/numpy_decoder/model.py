@@ -183,7 +183,7 @@ class DecoderModel:
         for i, number in enumerate(table):
             self._context[:, i] = page[number]
         kv = self._context[:, : len(table)].reshape(config.kv_heads, -1, 2 * size)
-        weights = queries @ kv[:, :, :size].transpose(0, 2, 1)
+        weights: Floats = queries @ kv[:, :, :size].transpose(0, 2, 1)
         weights *= np.float32(size**-0.5)
         np.copyto(weights[:, :, -n:], np.float32(-np.inf), where=self._hidden)
         weights -= weights.max(axis=-1, keepdims=True)
