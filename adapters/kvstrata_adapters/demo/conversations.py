@@ -62,11 +62,6 @@ class Turn:
             self.ours.logits, self.plain.logits
         )
 
-    @property
-    def saved(self) -> float:
-        """Seconds by which the first token came earlier than by recomputing."""
-        return self.plain.seconds.first_token - self.ours.seconds.first_token
-
 
 @dataclass(slots=True)
 class Conversation:

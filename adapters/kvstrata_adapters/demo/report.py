@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -23,16 +22,18 @@ def print_story(console: Console, story: Story) -> None:
     transfer = story.transfer
     if transfer is not None:
         console.print(
-            f"transfer {transfer.id}: {transfer.bytes / _MIB:.1f} MiB to {transfer.target} "
-            f"in {1000 * story.transfer_seconds:.0f} ms, {transfer.state}"
+            f"transfer: {transfer.bytes / _MIB:.1f} MiB from {transfer.source} to "
+            f"{transfer.target} in {1000 * story.transfer_seconds:.0f} ms, {transfer.state}"
         )
     stored = sum(turn.ours.stored_bytes for turn in story.turns)
     seconds = sum(turn.ours.seconds.store for turn in story.turns)
     console.print(
-        f"stored {stored / _MIB:.1f} MiB from the engines in {1000 * seconds:.0f} ms, after the "
-        f"answers; {story.evicted} chunks were evicted from node A's "
-        f"{story.host_bytes / _MIB:.0f} MiB, its conversations have "
-        f"{story.working_set / _MIB:.0f} MiB"
+        f"stored: {stored / _MIB:.1f} MiB in {1000 * seconds:.0f} ms, after the answers; "
+        f"a chunk is {story.chunk_tokens} tokens, {story.chunk_bytes // 1024} KiB"
+    )
+    console.print(
+        f"node A: {story.host_bytes / _MIB:.0f} MiB of memory for {story.working_set / _MIB:.0f} "
+        f"MiB of KV, {story.evicted} chunks evicted"
     )
     for check in story.checks:
         mark = "[green]ok[/]    " if check.holds else "[bold red]FAILED[/]"
@@ -48,38 +49,37 @@ def print_logs(console: Console, folder: Path) -> None:
 
 
 def _table(story: Story) -> Table:
-    table = Table(
-        title=f"hits are chunks of {story.chunk_tokens} tokens, {story.chunk_bytes // 1024} KiB; "
-        "times are to the first token",
-        title_justify="left",
-        show_footer=True,
-    )
-    everything = story.turns
+    """A column a phase, and one for all: it fits a terminal of 80 columns."""
+    table = Table(title="hits are chunks; times are to the first token", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for name in (*(phase.name for phase in story.phases), "total"):
+        table.add_column(name, justify="right", no_wrap=True)
     hits = {tier: sum(p.hits.get(tier, 0) for p in story.phases) for tier in _TIERS}
-    total = ["total", *_cells(everything, hits)]
-    names = ["", "turns", "tokens asked", "reused", "hits: host", "fs", "peer"]
-    names += ["loaded", "recomputed", "with kvstrata", "saved"]
-    for name, footer in zip(names, total, strict=True):
-        table.add_column(name, footer, justify="right" if name else "left", no_wrap=not name)
-    for phase in story.phases:
-        table.add_row(phase.name, *_cells(phase.turns, phase.hits))
+    columns = [_column(phase.turns, phase.hits) for phase in story.phases]
+    columns.append(_column(story.turns, hits))
+    for i, (name, _) in enumerate(columns[0]):
+        ends_section = name in ("- of those asked", "loaded")
+        table.add_row(name, *(column[i][1] for column in columns), end_section=ends_section)
     return table
 
 
-def _cells(turns: Iterable[Turn], hits: dict[str, int]) -> list[str]:
-    turns = list(turns)
+def _column(turns: list[Turn], hits: dict[str, int]) -> list[tuple[str, str]]:
     asked = sum(turn.ours.prompt_tokens for turn in turns)
     reused = sum(turn.ours.cached_tokens for turn in turns)
     plain = sum(turn.plain.seconds.first_token for turn in turns)
     ours = sum(turn.ours.seconds.first_token for turn in turns)
-    saved = sum(turn.saved for turn in turns)
+    loaded = sum(turn.ours.loaded_bytes for turn in turns)
     return [
-        str(len(turns)),
-        str(asked),
-        f"{reused} ({reused / asked:.0%})" if asked else "0",
-        *(str(hits.get(tier, 0)) for tier in _TIERS),
-        f"{sum(turn.ours.loaded_bytes for turn in turns) / _MIB:.1f} MiB",
-        f"{plain:.2f} s",
-        f"{ours:.2f} s",
-        f"{saved:.2f} s ({saved / plain:.0%})" if plain else "0 s",
+        ("turns", str(len(turns))),
+        ("tokens asked", str(asked)),
+        ("tokens reused", str(reused)),
+        ("- of those asked", f"{reused / asked:.0%}"),
+        ("hits: host memory", str(hits.get("host", 0))),
+        ("hits: file system", str(hits.get("fs", 0))),
+        ("hits: from the peer", str(hits.get("peer", 0))),
+        ("loaded", f"{loaded / _MIB:.1f} MiB"),
+        ("recomputing", f"{plain:.2f} s"),
+        ("with kvstrata", f"{ours:.2f} s"),
+        ("time saved", f"{plain - ours:.2f} s"),
+        ("- of recomputing", f"{(plain - ours) / plain:.0%}" if plain else ""),
     ]

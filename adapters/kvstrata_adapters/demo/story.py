@@ -27,7 +27,7 @@ _TRANSFER_SECONDS = 30.0
 # The host tier of node A, as a part of the KV that its conversations produce.
 _HOST_SHARE = 0.4
 
-FIRST, RESTARTED, MOVED = "conversations", "after a restart", "on node B"
+FIRST, RESTARTED, MOVED = "on node A", "restarted", "on node B"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +140,13 @@ def _on_a(
     for name, rounds in ((FIRST, workload.turns), (RESTARTED, workload.turns_after_restart)):
         phase = Phase(name)
         story.phases.append(phase)
-        step(f"{name}: starting an engine on node A", False)
+        step(f"{name}: starting an engine", False)
         with EngineProcess("engine-a", cluster.a.socket, config) as engine:
             for _ in range(rounds):
                 # Round robin: whoever comes back finds that the others took the host tier.
                 for conversation in conversations:
                     phase.turns.append(conversation.go_on(engine, plain, workload))
-                    step(f"{name} on node A", True)
+                    step(f"{name}: conversations", True)
             phase.hits = counted.since()
             cluster.a.settle()
         # The block has killed the engine with SIGKILL.
