@@ -1,0 +1,151 @@
+"""A node that only says what it holds, and a way to a control plane that can be cut."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import httpx
+
+from kvstrata import api
+from kvstrata.api import Outcome
+from kvstrata.backoff import Backoff
+from kvstrata.config import ControlSettings
+from kvstrata.control import ControlPlane
+from kvstrata.keys import Field, Group, Key, Namespace
+from kvstrata.node.placements import PlacementChange, Placements
+from kvstrata.node.reported import Pull, PullResult
+from kvstrata.node.reporter import Reporter
+
+NAMESPACE = Namespace(
+    model="tiny",
+    revision="r1",
+    config="c1",
+    dtype="bf16",
+    content_format="test",
+    groups=(Group(0, "full", ("l0",), (Field("kv", 2, 64),), 16),),
+    blocks_per_chunk=4,
+    hash_algorithm="sha256",
+    hash_seed="s",
+)
+
+
+def key(number: int) -> Key:
+    return NAMESPACE.key(0, number.to_bytes(8, "big"))
+
+
+def hexes(*numbers: int) -> list[str]:
+    return [key(n).hex() for n in numbers]
+
+
+class SaidNode:
+    """A `Reported` whose contents the test sets. Pulls succeed, unless `pulling` says otherwise."""
+
+    def __init__(
+        self, name: str = "a", incarnation: str = "i1", stores: Sequence[str] = ()
+    ) -> None:
+        self.name, self.incarnation = name, incarnation
+        self.held: dict[str, dict[Key, None]] = {"host": {}, **{s: {} for s in stores}}
+        self.placements = Placements()
+        self.placements.enabled = True
+        self.snapshots = 0
+        self.trouble = ""
+        self.pulls: list[Pull] = []
+        self.pulling: Callable[[Pull], object] | None = None
+        self.cancelled: list[str] = []
+
+    def gain(self, location: str, *numbers: int) -> None:
+        keys = [key(n) for n in numbers]
+        self.held[location].update(dict.fromkeys(keys))
+        self.placements.added(location, keys)
+
+    def lose(self, location: str, *numbers: int) -> None:
+        keys = [key(n) for n in numbers]
+        for each in keys:
+            self.held[location].pop(each, None)
+        self.placements.removed(location, keys)
+
+    def registration(self) -> api.NodeRegistration:
+        return api.NodeRegistration(
+            id=self.name,
+            incarnation=self.incarnation,
+            peer_address=f"tcp://{self.name}.test:7801",
+            stores=[api.StoreRef(id=s, tier="fs") for s in self.held if s != "host"],
+        )
+
+    def host_use(self) -> api.HostUse:
+        return api.HostUse(used_bytes=7, capacity_bytes=100, chunks=len(self.held["host"]))
+
+    def health(self) -> tuple[bool, str]:
+        return not self.trouble, self.trouble
+
+    def take_changes(self) -> Sequence[PlacementChange]:
+        return self.placements.take()
+
+    def snapshot(self) -> Sequence[PlacementChange]:
+        self.snapshots += 1
+        self.placements.take()
+        return [PlacementChange(location, list(keys)) for location, keys in self.held.items()]
+
+    def namespace_documents(self) -> Mapping[bytes, bytes]:
+        return {NAMESPACE.digest: NAMESPACE.document}
+
+    async def pull(self, pull: Pull) -> PullResult:
+        self.pulls.append(pull)
+        try:
+            if self.pulling is not None:
+                found = self.pulling(pull)
+                if asyncio.iscoroutine(found) or isinstance(found, asyncio.Future):
+                    await found
+        except asyncio.CancelledError:
+            self.cancelled.append(pull.transfer)
+            raise
+        return PullResult(
+            dict.fromkeys(pull.keys, Outcome.STORED),
+            dict.fromkeys(pull.keys, "somewhere"),
+            len(pull.keys) * NAMESPACE.chunk_bytes[0],
+        )
+
+
+class Link(httpx.AsyncBaseTransport):
+    """The way to `app`. `down`: nothing arrives. `loses`: the answer to such paths is lost."""
+
+    def __init__(self, app: object = None) -> None:
+        self.app = app
+        self.down = False
+        self.loses: Callable[[str], bool] = lambda path: False
+        self.asked: list[str] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        self.asked.append(f"{request.method} {path}")
+        if self.down or self.app is None:
+            raise httpx.ConnectError("no route to host", request=request)
+        inner = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        response = await inner.handle_async_request(request)
+        if self.loses(path):
+            raise httpx.ReadError("connection reset", request=request)
+        return response
+
+
+def reporter_of(node: SaidNode, link: httpx.AsyncBaseTransport | None, url: str = "http://test",
+                **more: object) -> Reporter:  # fmt: skip
+    """A reporter in a hurry."""
+    settings = ControlSettings(url=url, report_interval=0.002, heartbeat_interval=0.02)
+    return Reporter(
+        settings,
+        node,
+        control=ControlPlane(url, transport=link),
+        new_backoff=lambda: Backoff(0.002, 0.01),
+        **more,
+    )
+
+
+async def eventually(condition: Callable[[], object], timeout: float = 20.0) -> None:
+    """Return once it holds. Other tasks run meanwhile."""
+    try:
+        async with asyncio.timeout(timeout):
+            while not condition():  # noqa: ASYNC110 - the condition is of another task
+                await asyncio.sleep(0.002)
+    except TimeoutError:
+        raise AssertionError("it never came to hold") from None

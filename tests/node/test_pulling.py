@@ -1,0 +1,127 @@
+import asyncio
+
+import pytest
+from reporter_kit import NAMESPACE, SaidNode, eventually, hexes
+
+from kvstrata import api
+from kvstrata.api import Outcome, TransferState
+from kvstrata.errors import LinkBroken, Missing
+from kvstrata.node.pulling import Puller
+
+PULL = api.Command(kind="pull", transfer="t1", keys=hexes(1), deadline_in=30)
+CANCEL = api.Command(kind="cancel", transfer="t1")
+
+
+class Server:
+    """Takes progress; what it answers is set by the test."""
+
+    def __init__(self) -> None:
+        self.posted: list[api.Progress] = []
+        self.state = TransferState.RUNNING
+        self.failures: list[Exception] = []
+
+    async def post(self, progress: api.Progress) -> api.ProgressReply:
+        self.posted.append(progress)
+        if self.failures:
+            raise self.failures.pop(0)
+        return api.ProgressReply(state=self.state)
+
+    @property
+    def finals(self) -> list[api.Progress]:
+        return [progress for progress in self.posted if progress.final]
+
+
+@pytest.fixture
+async def parts():
+    node, server = SaidNode(), Server()
+    sleeps: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        await asyncio.sleep(0)
+
+    puller = Puller(node, server.post, sleep=sleep)
+    yield node, server, puller
+    await puller.close()
+
+
+async def test_taking_a_command_is_said_at_once_and_its_result_at_the_end(parts):
+    node, server, puller = parts
+    gate = asyncio.Event()
+    node.pulling = lambda pull: gate.wait()
+    await puller.handle([PULL])
+    assert [(p.transfer, p.final, p.outcomes) for p in server.posted] == [("t1", False, {})]
+    gate.set()
+    await eventually(lambda: server.finals)
+    (final,) = server.finals
+    assert final.outcomes == {hexes(1)[0]: Outcome.STORED}
+    assert final.sources == {hexes(1)[0]: "somewhere"}
+    assert final.bytes == NAMESPACE.chunk_bytes[0]
+    assert final.incarnation == "i1"
+
+
+async def test_a_command_that_comes_again_is_not_executed_again(parts):
+    node, server, puller = parts
+    gate = asyncio.Event()
+    node.pulling = lambda pull: gate.wait()
+    await puller.handle([PULL])
+    await puller.handle([PULL])
+    gate.set()
+    await eventually(lambda: server.finals)
+    await puller.handle([PULL])
+    assert len(node.pulls) == 1
+    assert server.finals[0] == server.finals[1]
+
+
+async def test_a_result_is_posted_until_it_arrives(parts):
+    _, server, puller = parts
+    await puller.handle([PULL])
+    server.failures = [LinkBroken("gone"), LinkBroken("gone")]
+    await eventually(lambda: len(server.finals) == 3)
+
+
+async def test_a_cancel_ends_the_pull_and_is_confirmed(parts):
+    node, server, puller = parts
+    node.pulling = lambda pull: asyncio.get_running_loop().create_future()
+    await puller.handle([PULL])
+    await eventually(lambda: node.pulls)
+    await puller.handle([CANCEL])
+    await eventually(lambda: node.cancelled == ["t1"])
+    assert [(p.final, p.detail) for p in server.posted] == [(False, ""), (True, "cancelled")]
+
+
+async def test_a_cancel_of_something_unknown_is_confirmed_too(parts):
+    _, server, puller = parts
+    await puller.handle([CANCEL])
+    assert [p.transfer for p in server.finals] == ["t1"]
+
+
+@pytest.mark.parametrize("how", ["ended", "unknown"])
+async def test_what_the_server_does_not_want_any_more_is_stopped(parts, how):
+    node, server, puller = parts
+    node.pulling = lambda pull: asyncio.get_running_loop().create_future()
+    await puller.handle([PULL])
+    await eventually(lambda: node.pulls)
+    if how == "ended":
+        server.state = TransferState.EXPIRED
+    else:
+        server.failures = [Missing("no such transfer")]
+    await puller.handle([PULL])
+    await eventually(lambda: node.cancelled == ["t1"])
+
+
+async def test_a_result_that_is_refused_is_let_go(parts, caplog):
+    _, server, puller = parts
+    await puller.handle([PULL])
+    server.failures = [Missing("no such transfer")]
+    await eventually(lambda: "refused" in caplog.text)
+    assert len(server.finals) == 1
+
+
+async def test_closing_stops_what_runs(parts):
+    node, _, puller = parts
+    node.pulling = lambda pull: asyncio.get_running_loop().create_future()
+    await puller.handle([PULL])
+    await eventually(lambda: node.pulls)
+    await puller.close()
+    assert node.cancelled == ["t1"]

@@ -1,0 +1,324 @@
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+from reporter_kit import Link, SaidNode, eventually, hexes, key, reporter_of
+
+from kvstrata import api
+from kvstrata.api import Outcome, TransferState
+from kvstrata.config import ControlSettings, ServerSettings
+from kvstrata.control import ControlPlane
+from kvstrata.errors import ConfigError
+from kvstrata.node.reporter import Reporter
+from kvstrata_server.app import create_app
+
+
+@asynccontextmanager
+async def app_on(path, name: str = "control", **settings: object):
+    url = f"sqlite+aiosqlite:///{path / name}.sqlite"
+    app = create_app(ServerSettings(database=url, **settings))
+    async with app.router.lifespan_context(app):
+        yield app
+
+
+@asynccontextmanager
+async def reporting(node: SaidNode, link: Link, **more: object):
+    reporter = reporter_of(node, link, **more)
+    task = asyncio.create_task(reporter.run())
+    try:
+        yield reporter
+    finally:
+        await reporter.close()
+        await task
+
+
+def keys_at(app, node: str, store: str | None = None) -> set[bytes]:
+    places = app.state.control.places
+    return set(places.index.keys_at(places.location(node, store)))
+
+
+def knows(app, node: SaidNode) -> bool:
+    """Whether the server's index says what the node holds."""
+    if node.name not in app.state.control.cluster.nodes:
+        return False
+    return all(
+        keys_at(app, node.name, None if location == "host" else location) == set(held)
+        for location, held in node.held.items()
+    )
+
+
+async def test_it_registers_and_reports_what_is_there_and_what_changes(tmp_path):
+    node = SaidNode(stores=("s",))
+    node.gain("host", 1, 2)
+    node.gain("s", 3)
+    async with app_on(tmp_path) as app, reporting(node, Link(app)) as reporter:
+        await eventually(lambda: knows(app, node))
+        assert (reporter.status, reporter.registered) == ("connected", True)
+        node.lose("host", 1)
+        node.gain("s", 1, 4)
+        await eventually(lambda: knows(app, node))
+        assert node.snapshots == 1
+
+
+async def test_heartbeats_tell_how_the_node_is(tmp_path):
+    node = SaidNode()
+    async with app_on(tmp_path) as app, reporting(node, Link(app)):
+        cluster = app.state.control.cluster
+        await eventually(lambda: "a" in cluster.nodes and cluster.nodes["a"].host is not None)
+        assert cluster.info(cluster.nodes["a"]).host == node.host_use()
+        node.trouble = "fs: disk is full"
+        await eventually(lambda: not cluster.nodes["a"].healthy)
+        assert cluster.nodes["a"].detail == "fs: disk is full"
+
+
+async def test_a_server_that_comes_late_finds_everything(tmp_path):
+    node = SaidNode()
+    link = Link()
+    async with reporting(node, link) as reporter:
+        await eventually(lambda: len(link.asked) > 3)
+        assert reporter.status.startswith("unreachable: control plane at http://test")
+        node.gain("host", 1)
+        async with app_on(tmp_path) as app:
+            link.app = app
+            await eventually(lambda: knows(app, node))
+            assert reporter.status == "connected"
+
+
+async def test_a_cut_link_is_taken_up_without_a_snapshot(tmp_path):
+    node = SaidNode()
+    async with app_on(tmp_path) as app:
+        link = Link(app)
+        async with reporting(node, link) as reporter:
+            await eventually(lambda: knows(app, node) and node.snapshots)
+            link.down = True
+            await eventually(lambda: reporter.status.startswith("unreachable"))
+            for number in range(50):
+                node.gain("host", number)
+            node.lose("host", 7)
+            link.down = False
+            await eventually(lambda: knows(app, node))
+            assert node.snapshots == 1
+            assert link.asked.count("POST /v1/nodes") == 1
+
+
+async def test_lost_answers_do_no_harm(tmp_path):
+    node = SaidNode()
+    async with app_on(tmp_path) as app:
+        link = Link(app)
+        lost = 0
+
+        def every_other(path: str) -> bool:
+            nonlocal lost
+            lost += path.endswith("/reports")
+            return path.endswith("/reports") and lost % 2 == 1
+
+        link.loses = every_other
+        async with reporting(node, link):
+            for number in range(5):
+                node.gain("host", number)
+                await eventually(lambda: knows(app, node))
+            assert lost > 5
+            assert node.snapshots == 1
+
+
+async def test_a_server_that_forgot_everything_is_told_again(tmp_path):
+    node = SaidNode(stores=("s",))
+    node.gain("host", 1)
+    node.gain("s", 2)
+    link = Link()
+    async with reporting(node, link):
+        for name in ("first", "second"):
+            async with app_on(tmp_path, name) as app:
+                link.app = app
+                await eventually(lambda app=app: knows(app, node))
+                link.app = None
+                node.gain("host", 3)
+
+
+async def test_a_server_that_missed_the_last_report_hears_of_it_by_heartbeat(tmp_path):
+    node = SaidNode()
+    async with app_on(tmp_path) as app, reporting(node, Link(app)):
+        node.gain("host", 1)
+        await eventually(lambda: knows(app, node))
+        cluster = app.state.control.cluster
+        # As after a restart from SQL that a kill had left one report behind.
+        cluster.nodes["a"].next_seq -= 1
+        cluster.index.clear(cluster.places.location("a", None))
+        await eventually(lambda: knows(app, node))
+        assert node.snapshots == 2
+
+
+async def test_a_node_taken_out_of_service_by_mistake_comes_back(tmp_path):
+    node = SaidNode()
+    node.gain("host", 1)
+    async with app_on(tmp_path) as app, reporting(node, Link(app)):
+        await eventually(lambda: knows(app, node))
+        app.state.control.cluster.deregister("a", None)
+        await eventually(lambda: knows(app, node))
+
+
+async def test_another_node_with_its_id_is_seen(tmp_path):
+    ours = SaidNode(incarnation="i1")
+    async with app_on(tmp_path) as app, reporting(ours, Link(app)) as reporter:
+        await eventually(lambda: knows(app, ours) and ours.snapshots)
+        statuses = []
+
+        async def watch() -> None:
+            while not any("another id" in s for s in statuses):
+                statuses.append(reporter.status)
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
+        app.state.control.cluster.register(SaidNode(incarnation="i2").registration())
+        await asyncio.wait_for(watching, 20)
+        # It may as well have been a restored database: it takes its place again, in time.
+        await eventually(lambda: app.state.control.cluster.nodes["a"].incarnation == "i1")
+
+
+async def test_closing_says_goodbye(tmp_path):
+    node = SaidNode()
+    node.gain("host", 1)
+    async with app_on(tmp_path) as app:
+        async with reporting(node, Link(app)) as reporter:
+            await eventually(lambda: knows(app, node))
+        assert app.state.control.cluster.nodes["a"].gone
+        assert reporter.status == "closed"
+        assert keys_at(app, "a") == set()
+        await reporter.run()  # a supervisor may start it once more
+        assert app.state.control.cluster.nodes["a"].gone
+
+
+async def test_closing_without_a_server_is_quick():
+    link = Link()
+    async with reporting(SaidNode(), link):
+        await eventually(lambda: link.asked)
+
+
+async def test_a_defect_in_the_node_is_survived(tmp_path, monkeypatch, caplog):
+    node = SaidNode()
+    async with app_on(tmp_path) as app, reporting(node, Link(app)):
+        await eventually(lambda: knows(app, node) and node.snapshots)
+        failures = []
+
+        def fail() -> list:
+            failures.append(1)
+            raise RuntimeError("planted")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(node, "take_changes", fail)
+            await eventually(lambda: len(failures) > 2)
+        node.gain("host", 1)
+        await eventually(lambda: knows(app, node))
+        assert "planted" in caplog.text
+
+
+def test_an_impossible_address_is_a_config_error():
+    with pytest.raises(ConfigError, match="http://"):
+        Reporter(ControlSettings(url="127.0.0.1:7800"), SaidNode())
+
+
+# ---------------------------------------------------------------- transfers
+
+
+@asynccontextmanager
+async def pair(tmp_path, **more: object):
+    """Source `a` said by hand, target `b` with a reporter, and a client to ask with."""
+    async with app_on(tmp_path) as app:
+        link = Link(app)
+        source = SaidNode("a")
+        source.gain("host", 1, 2)
+        target = SaidNode("b")
+        async with (
+            reporting(source, Link(app)),
+            reporting(target, link, **more),
+            ControlPlane("http://test", transport=Link(app)) as client,
+        ):
+            await eventually(lambda: knows(app, source) and knows(app, target))
+            yield target, client, link
+
+
+async def ended(client: ControlPlane, transfer: str) -> api.TransferInfo:
+    async with asyncio.timeout(20):
+        while not (info := await client.get_transfer(transfer)).state.ended:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+    return info
+
+
+def asked(**more: object) -> api.TransferRequest:
+    return api.TransferRequest(target="b", keys=hexes(1, 2), **more)
+
+
+async def test_a_transfer_is_executed_and_its_outcome_posted(tmp_path):
+    clock = [1000.0]
+    async with pair(tmp_path, clock=lambda: clock[0]) as (target, client, _):
+        made = await client.create_transfer(asked(deadline=30, hold=9, byte_budget=4096))
+        info = await ended(client, made.id)
+        assert info.state is TransferState.DONE
+        assert info.bytes > 0
+        assert {k.source for k in info.keys} == {"somewhere"}
+        (pull,) = target.pulls
+        assert (pull.transfer, list(pull.keys), pull.hold) == (made.id, [key(1), key(2)], 9)
+        assert [(s.node, s.address) for s in pull.sources] == [("a", "tcp://a.test:7801")]
+        assert [len(d) > 0 for d in pull.namespaces] == [True]
+        assert 1000 < pull.deadline <= 1030
+        assert pull.byte_budget == 4096
+
+
+async def test_cancelling_reaches_the_pull(tmp_path):
+    async with pair(tmp_path) as (target, client, _):
+        target.pulling = lambda pull: asyncio.get_running_loop().create_future()
+        made = await client.create_transfer(asked())
+        await eventually(lambda: target.pulls)
+        info = await client.cancel_transfer(made.id)
+        assert info.state is TransferState.CANCELLED
+        await eventually(lambda: target.cancelled == [made.id])
+
+
+async def test_a_pull_that_never_ends_is_cut_off_at_its_deadline(tmp_path):
+    async with pair(tmp_path) as (target, client, _):
+        target.pulling = lambda pull: asyncio.get_running_loop().create_future()
+        made = await client.create_transfer(asked(deadline=0.2))
+        info = await ended(client, made.id)
+        assert info.state in (TransferState.EXPIRED, TransferState.FAILED)
+        await eventually(lambda: target.cancelled == [made.id])
+
+
+async def test_a_pull_that_fails_says_why(tmp_path):
+    def fail(pull: object) -> None:
+        raise RuntimeError("no slots")
+
+    async with pair(tmp_path) as (target, client, _):
+        target.pulling = fail
+        info = await ended(client, (await client.create_transfer(asked())).id)
+        assert (info.state, info.detail) == (TransferState.FAILED, "RuntimeError: no slots")
+        assert [k.outcome for k in info.keys] == [Outcome.FAILED, Outcome.FAILED]
+
+
+async def test_lost_answers_do_not_execute_it_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvstrata_server.transfers._REDELIVERY", 0.05)
+    async with pair(tmp_path) as (target, client, link):
+        losses = {"/commands": 1, "/progress": 3}
+
+        def lossy(path: str) -> bool:
+            for end in losses:
+                if path.endswith(end) and losses[end] > 0:
+                    losses[end] -= 1
+                    return True
+            return False
+
+        link.loses = lossy
+        made = await client.create_transfer(asked())
+        assert (await ended(client, made.id)).state is TransferState.DONE
+        assert [pull.transfer for pull in target.pulls] == [made.id]
+
+
+async def test_a_few_run_at_once_and_the_others_wait(tmp_path):
+    async with pair(tmp_path) as (target, client, _):
+        gate = asyncio.Event()
+        target.pulling = lambda pull: gate.wait()
+        made = [(await client.create_transfer(asked())).id for _ in range(6)]
+        await eventually(lambda: len(target.pulls) == 4)
+        gate.set()
+        for transfer in made:
+            assert (await ended(client, transfer)).state is TransferState.DONE
+        assert sorted(pull.transfer for pull in target.pulls) == sorted(made)
