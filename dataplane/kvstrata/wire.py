@@ -4,7 +4,8 @@ A session is one process's conversation: a DEALER socket whose identity is the s
 a *lifeline*, a plain Unix stream socket beside it that carries the same id and nothing else.
 The kernel closes the lifeline when the process ends in any way; only then are the session's
 slots taken back, and those of a scheduler only when the last worker of its engine has ended too,
-because it is they who write. A process that is merely slow or stopped keeps what it may still touch.
+because it is they who write. A process that is merely slow or stopped keeps what it may still
+touch.
 
 An engine sends at most one `Step` per scheduler step. Every list in it is a batch; the node
 handles the parts in the order of the fields and answers with one `StepReply` that bears the
