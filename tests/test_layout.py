@@ -194,3 +194,51 @@ def test_tiling_names_what_is_missing_or_written_twice() -> None:
         check_tiling(group, [*ranks, ranks[0]])
     with pytest.raises(Malformed, match="byte 0"):
         check_tiling(group, [])
+
+
+def test_keys_and_values_kept_apart_make_cells_of_both() -> None:
+    # One head of 3 tokens: keys of 2 bytes in cache 0, values of 4 in cache 1, cells of 6.
+    group = make_group(units=1, unit_bytes=18, layers=1)
+    k = LayerPlace(0, 0, 0, pieces=3, piece_stride=2, piece_bytes=2, piece_step=6)
+    v = LayerPlace(1, 0, 0, pieces=3, piece_stride=4, at=2, piece_bytes=4, piece_step=6)
+    runs = derive_runs(group, [FieldShare("kv", 0, 1, ((k, v),))], [6, 12])
+    check_tiling(group, [runs])
+    page = np.zeros(18, dtype=np.uint8)
+    rows = [np.arange(6, dtype=np.uint8), 100 + np.arange(12, dtype=np.uint8)]
+    to_page(runs, rows, page)
+    assert page.tolist() == [
+        0,
+        1,
+        100,
+        101,
+        102,
+        103,
+        2,
+        3,
+        104,
+        105,
+        106,
+        107,
+        4,
+        5,
+        *range(108, 112),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ((LayerPlace(0, 0, 0, 2, 4, piece_bytes=2, piece_step=4),), "hold 4 bytes of the 8"),
+        ((LayerPlace(0, 0, 8), LayerPlace(0, 0, 8)), "hold 16 bytes of the 8.*twice"),
+        (
+            (LayerPlace(0, 0, 0, 2, 4, at=2, piece_bytes=4, piece_step=4),),
+            "leave a unit of 8 bytes",
+        ),
+        ((LayerPlace(0, 0, 0, 2, 4, at=-1, piece_bytes=4, piece_step=4),), "from -1"),
+    ],
+)
+def test_places_that_do_not_hold_a_unit_once_are_refused(
+    places: tuple[LayerPlace, ...], message: str
+) -> None:
+    with pytest.raises(Malformed, match=message):
+        derive_runs(make_group(1, 8, 1), [FieldShare("kv", 0, 1, (places,))], [16])

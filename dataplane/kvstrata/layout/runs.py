@@ -1,9 +1,4 @@
-"""The canonical page, and how one rank's device pages map into it.
-
-A page is one block of one group over all ranks. Format `page-u1` concatenates the group's
-fields, each as `[units][layers][unit_bytes]`: units outermost, so the share of a rank is one
-range for every tensor-parallel degree that divides the units. A chunk is `blocks_per_chunk`
-pages, one after another.
+"""Copy runs: how one rank's device rows map into a page, derived and proved.
 
 A device keeps its KV cache in *caches*: arrays of rows, one row per block. `derive_runs` turns
 "which units and layers this rank has, and where they lie in a row" into `CopyRun`s, merges what
@@ -48,10 +43,15 @@ class CopyRun:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where one layer of a field lies in a row of cache `cache`. All in bytes.
+    """Where one layer of a field, or a part of it, lies in a row of cache `cache`. All in bytes.
 
     The rank's first unit starts at `offset`, the next `unit_stride` further. A unit is `pieces`
-    equal parts, `piece_stride` apart; one part if the device keeps a unit's bytes together.
+    pieces, `piece_stride` apart; one piece if the device keeps a unit's bytes together.
+
+    In the page a unit's pieces follow each other, unless the last three say otherwise: then piece
+    i is the `piece_bytes` bytes at `at + i * piece_step` of the unit, and other places of the same
+    layer hold the rest. Keys of K and V kept apart, with cells of `c = k + v` bytes a token, are
+    `at=0, piece_bytes=k, piece_step=c`, and the values `at=k, piece_bytes=v, piece_step=c`.
     """
 
     cache: int
@@ -59,16 +59,22 @@ class LayerPlace:
     unit_stride: int
     pieces: int = 1
     piece_stride: int = 0
+    at: int = 0
+    piece_bytes: int = 0
+    piece_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class FieldShare:
-    """Units `[start, start + count)` and layers `[first_layer, first_layer + len(layers))`."""
+    """Units `[start, start + count)` and layers `[first_layer, first_layer + len(layers))`.
+
+    A layer is one place, or several that together hold each byte of its units once.
+    """
 
     field: str
     start: int
     count: int
-    layers: tuple[LayerPlace, ...]
+    layers: tuple[LayerPlace | tuple[LayerPlace, ...], ...]
     first_layer: int = 0
 
 
@@ -114,7 +120,10 @@ def derive_runs(
     runs: list[CopyRun] = []
     base = 0
     for field in group.fields:
-        runs += _field_runs(group, by_name[field.name], base, field.units, field.unit_bytes)
+        share = by_name[field.name]
+        mine = _field_runs(group, share, base, field.units, field.unit_bytes)
+        _check_share(group, share, mine, field.unit_bytes)
+        runs += mine
         base += field.units * len(group.layers) * field.unit_bytes
     merged = _merge(runs)
     _check_rows(group, merged, row_bytes)
@@ -148,37 +157,61 @@ def _field_runs(
             f"of {layers} don't exist"
         )
     runs: list[CopyRun] = []
-    for layer, place in enumerate(share.layers, share.first_layer):
-        if place.pieces < 1 or unit_bytes % place.pieces:
-            raise Malformed(f"{name}: {unit_bytes} bytes don't divide into {place.pieces} pieces")
-        piece = unit_bytes // place.pieces
+    for layer, places in enumerate(share.layers, share.first_layer):
         page = base + (share.start * layers + layer) * unit_bytes
-        if place.pieces == 1 or place.piece_stride == piece:
-            runs.append(
-                CopyRun(
-                    cache=place.cache,
-                    device_offset=place.offset,
-                    page_offset=page,
-                    nbytes=unit_bytes,
-                    count=share.count,
-                    device_stride=place.unit_stride,
-                    page_stride=layers * unit_bytes,
-                )
-            )
-            continue
-        runs += [
-            CopyRun(
-                cache=place.cache,
-                device_offset=place.offset + unit * place.unit_stride,
-                page_offset=page + unit * layers * unit_bytes,
-                nbytes=piece,
-                count=place.pieces,
-                device_stride=place.piece_stride,
-                page_stride=piece,
-            )
-            for unit in range(share.count)
-        ]
+        for place in (places,) if isinstance(places, LayerPlace) else places:
+            runs += _place_runs(name, place, page, share.count, unit_bytes, layers * unit_bytes)
     return runs
+
+
+def _place_runs(
+    name: str, place: LayerPlace, page: int, units: int, unit_bytes: int, page_stride: int
+) -> list[CopyRun]:
+    """`page` is where the first unit of this layer begins, `page_stride` leads to the next."""
+    if place.pieces < 1 or (not place.piece_bytes and unit_bytes % place.pieces):
+        raise Malformed(f"{name}: {unit_bytes} bytes don't divide into {place.pieces} pieces")
+    piece = place.piece_bytes or unit_bytes // place.pieces
+    step = place.piece_step or piece
+    if min(piece, step) < 1 or place.at < 0:
+        raise Malformed(f"{name}: a piece has {piece} bytes, {step} apart, from {place.at}")
+    if place.at + (place.pieces - 1) * step + piece > unit_bytes:
+        raise Malformed(
+            f"{name}: {place.pieces} pieces of {piece} bytes, {step} apart, leave a unit of "
+            f"{unit_bytes} bytes"
+        )
+
+    def run(unit: int, part: int, nbytes: int, count: int, device: int, in_page: int) -> CopyRun:
+        return CopyRun(
+            cache=place.cache,
+            device_offset=place.offset + unit * place.unit_stride + part * place.piece_stride,
+            page_offset=page + unit * page_stride + place.at + part * step,
+            nbytes=nbytes,
+            count=count,
+            device_stride=device,
+            page_stride=in_page,
+        )
+
+    if place.pieces == 1 or place.piece_stride == piece == step:
+        return [run(0, 0, piece * place.pieces, units, place.unit_stride, page_stride)]
+    if place.pieces < units:
+        return [
+            run(0, part, piece, units, place.unit_stride, page_stride)
+            for part in range(place.pieces)
+        ]
+    return [run(u, 0, piece, place.pieces, place.piece_stride, step) for u in range(units)]
+
+
+def _check_share(group: Group, share: FieldShare, runs: Sequence[CopyRun], unit_bytes: int) -> None:
+    """A rank must hold each byte of its units once: not a key without its value."""
+    starts, ends = _intervals(runs, page=True)
+    covered = int((ends - starts).sum())
+    expected = share.count * len(share.layers) * unit_bytes
+    twice = (starts[1:] < ends[:-1]).any()
+    if covered != expected or twice:
+        raise Malformed(
+            f"group {group.id}, field {share.field!r}: the places of a layer hold {covered} bytes "
+            f"of the {expected} of this rank's units" + (", some of them twice" if twice else "")
+        )
 
 
 def _merge(runs: Iterable[CopyRun]) -> list[CopyRun]:
