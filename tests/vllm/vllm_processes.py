@@ -1,0 +1,224 @@
+"""Real engines, nodes and a control plane as processes, for the end-to-end tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from kvstrata.client import Client
+from kvstrata.errors import KVStrataError
+from kvstrata.keys import Key, Namespace
+
+BLOCK = 32
+TOKEN = "of the tests"
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+    """The first true value of `condition`. An error of ours means not yet."""
+    deadline = time.monotonic() + seconds
+    trouble: object = "the condition stayed false"
+    while time.monotonic() < deadline:
+        try:
+            if value := condition():
+                return value
+        except KVStrataError as e:
+            trouble = e
+        time.sleep(0.05)
+    raise AssertionError(f"did not happen within {seconds} s: {trouble}")
+
+
+def make_model(folder: Path) -> Path:
+    """A tiny Llama with random weights, real enough that its text depends on its KV cache."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def make_prompt(seed: int, tokens: int = 300) -> list[int]:
+    numbers = random.Random(seed)
+    return [numbers.randrange(3, 512) for _ in range(tokens)]
+
+
+@dataclass
+class Process:
+    """A child in a process group of its own."""
+
+    child: subprocess.Popen[str]
+    log: Path
+
+    def kill(self) -> None:
+        """SIGKILL to all of its group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.child.pid, signal.SIGKILL)
+        self.child.wait()
+        for pipe in (self.child.stdin, self.child.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def start(command: list[str], log: Path, environment: dict[str, str], **pipes: Any) -> Process:
+    with log.open("a") as messages:
+        child = subprocess.Popen(
+            [sys.executable, *command],
+            stderr=messages,
+            text=True,
+            env=os.environ | environment,
+            start_new_session=True,
+            **pipes,
+        )
+    return Process(child, log)
+
+
+class Node:
+    """A node with an fs tier; it may be killed and started again as it was."""
+
+    def __init__(self, folder: Path, name: str, control: str = "") -> None:
+        self.id = f"test-{os.getpid()}-{name}"
+        self.socket = folder / f"{name}.sock"
+        self.files = folder / f"fs-{name}"
+        self._log = folder / f"node-{name}.log"
+        self._command = [
+            *("-m", "kvstrata", "node", "--id", self.id, "--socket", str(self.socket)),
+            *("--host.capacity", "64MiB", "--peers.transports", '["tcp"]'),
+            "--tiers",
+            json.dumps([{"type": "fs", "root": str(self.files), "capacity": "256MiB"}]),
+        ]
+        if control:
+            self._command += ["--control.url", control, "--peers.listen", "tcp://127.0.0.1:0"]
+            self._command += ["--control.heartbeat-interval", "0.5"]
+        self.process: Process | None = None
+
+    def start(self) -> None:
+        self.process = start(self._command, self._log, {"KVSTRATA_NODE_CONTROL__TOKEN": TOKEN})
+        eventually(lambda: self.connect("probe").close() is None, 60)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process = None
+
+    def connect(self, engine: str) -> Client:
+        return Client.connect(self.socket, engine, "tool")
+
+
+class Engine:
+    """See `engine_process`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        name: str,
+        kvstrata: dict[str, Any],
+        *,
+        ranks: int = 1,
+        dtype: str = "bfloat16",
+        blocks_per_chunk: int = 1,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        settings = {
+            "model": str(model),
+            "name": name,
+            "block_size": BLOCK,
+            "blocks_per_chunk": blocks_per_chunk,
+            "device_blocks": 64,
+            "kvstrata": kvstrata,
+            "ranks": ranks,
+            "dtype": dtype,
+            "environment": environment or {},
+        }
+        script = str(Path(__file__).with_name("engine_process.py"))
+        self.process = start(
+            [script, json.dumps(settings)],
+            folder / f"engine-{name}.log",
+            environment or {},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._ready = False
+
+    def ask(self, op: str, **arguments: Any) -> Any:
+        if not self._ready:
+            self._answer()
+            self._ready = True
+        self._pipe(self.process.child.stdin).write(json.dumps({"op": op, **arguments}) + "\n")
+        self._pipe(self.process.child.stdin).flush()
+        return self._answer()
+
+    def generate(self, prompt: list[int], tokens: int = 12) -> dict[str, Any]:
+        (answer,) = self.ask("generate", prompts=[prompt], tokens=tokens)
+        return answer
+
+    def reset(self, connector: bool = False, fill: bool = True) -> None:
+        assert self.ask("reset", connector=connector, fill=fill)
+
+    def quit(self) -> None:
+        self.ask("quit")
+        self.process.kill()
+
+    def _answer(self) -> Any:
+        line = self._pipe(self.process.child.stdout).readline()
+        if not line:
+            told = self.process.log.read_text()[-6000:]
+            raise AssertionError(f"engine {self.name} has ended:\n{told}")
+        return json.loads(line)
+
+    @staticmethod
+    def _pipe(pipe: IO[str] | None) -> IO[str]:
+        assert pipe is not None
+        return pipe
+
+
+def keys_of(
+    engine: Engine, client: Client, prompt: list[int], blocks_per_chunk: int = 1
+) -> list[Key]:
+    """The keys of a prompt's whole chunks."""
+    namespace = client.namespace
+    assert namespace is not None
+    hashes = engine.ask("hashes", prompt=prompt)[blocks_per_chunk - 1 :: blocks_per_chunk]
+    return [namespace.key(0, bytes.fromhex(h)) for h in hashes]
+
+
+def read_chunks(client: Client, keys: list[Key], wait: float = 10.0) -> list[bytes]:
+    """The bytes of these chunks, as far as they are found without a gap."""
+    namespace: Namespace | None = client.namespace
+    assert namespace is not None
+    size = namespace.chunk_bytes[0]
+    found = client.lookup(keys, wait=wait)
+    view = client.region.view
+    chunks = [bytes(view[o : o + size]) for o in found.offsets[: found.prefix]]
+    client.release(found.lease)
+    return chunks
+
+
+def tier(client: Client, name: str) -> Any:
+    (found,) = (t for t in client.status().tiers if t.name == name)
+    return found
