@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import AsyncIterator
 from functools import partial
@@ -52,6 +53,7 @@ class Database:
                 f"server.database: {e}. Write an address with an async driver that is "
                 "installed, as in sqlite+aiosqlite:///kvstrata.sqlite"
             ) from e
+        self._lock: int | None = None
         backend = self._url.get_backend_name()
         if backend not in ("sqlite", "postgresql"):
             raise ConfigError(f"server.database: {backend} is not supported; use sqlite")
@@ -67,7 +69,7 @@ class Database:
 
     async def migrate(self) -> None:
         """Bring the schema to the newest version. Raises `ConfigError` if it can't be opened."""
-        self._check_directory()
+        self._claim()
         try:
             async with self.engine.begin() as connection:
                 await connection.run_sync(_upgrade)
@@ -77,17 +79,30 @@ class Database:
                 "May this user read and write it?"
             ) from e
 
-    def _check_directory(self) -> None:
-        # Asked beforehand: aiosqlite's thread outlives a connection that fails to open.
+    def _claim(self) -> None:
+        """Keep a second server off the file: each has an index of its own, and would not see
+        what the other one wrote. The claim ends with the process, however it ends."""
         path = self._url.database
         if self._url.get_backend_name() != "sqlite" or not path or path == ":memory:":
             return
-        directory = Path(path).absolute().parent
-        if not directory.is_dir() or not os.access(directory, os.W_OK):
+        if self._lock is not None:
+            return
+        try:
+            lock = os.open(f"{path}-lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as e:
             raise ConfigError(
-                f"server.database {self.shown}: {directory} is not a directory that this user "
-                "may write to: make it, or choose another"
-            )
+                f"server.database {self.shown} can't be opened: {e.strerror}. "
+                "Make its directory, or choose one that this user may write to"
+            ) from e
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            os.close(lock)
+            raise ConfigError(
+                f"server.database {self.shown} is used by another control plane: end that one, "
+                "or choose another file"
+            ) from e
+        self._lock = lock
 
     async def stream(self, select: Executable) -> AsyncIterator[list[Any]]:
         """Rows in parts, so that a big table neither fills memory nor holds the loop."""
@@ -102,6 +117,9 @@ class Database:
 
     async def close(self) -> None:
         await self.engine.dispose()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def _upgrade(connection: Connection) -> None:

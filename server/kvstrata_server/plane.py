@@ -64,8 +64,12 @@ class ControlState:
 
     async def open(self) -> None:
         """Raises `ConfigError` if the database can't be used."""
-        await self.database.migrate()
-        await self.load()
+        try:
+            await self.database.migrate()
+            await self.load()
+        except BaseException:
+            await self.database.close()
+            raise
         self._tasks.start("writer", self.writer.run)
         self._tasks.start("sweep", self._sweep)
         self.ready = True

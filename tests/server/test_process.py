@@ -139,3 +139,14 @@ def test_a_port_in_use_is_said(tmp_path):
         )  # fmt: skip
         assert second.returncode == 2
         assert "Choose another port" in second.stderr
+
+
+def test_a_second_server_is_kept_off_the_database(tmp_path):
+    with server(tmp_path):
+        second = subprocess.run(
+            [sys.executable, "-c", PROGRAM, "--listen", "127.0.0.1:0",
+             "--database", database_url(tmp_path)],
+            capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+        assert second.returncode == 2
+        assert "another control plane" in second.stderr

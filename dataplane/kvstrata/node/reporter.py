@@ -52,8 +52,9 @@ class Reporter:
         sleep: Sleep = asyncio.sleep,
         new_backoff: Callable[[], Backoff] = Backoff,
     ) -> None:
-        self.status = "not started"
         self.registered = False
+        self._phase = "not started"
+        self._troubles: dict[str, str] = {}
         self._reported = reported
         self._control = control or ControlPlane(settings.url, settings.token)
         self._report_interval = settings.report_interval
@@ -66,6 +67,13 @@ class Reporter:
         self._incarnation = ""
         self._closed = False
         self._running: asyncio.Task[None] | None = None
+
+    @property
+    def status(self) -> str:
+        """`connected`, or what stands in the way of that, in words."""
+        return (
+            self._phase if not self.registered else next(iter(self._troubles.values()), "connected")
+        )
 
     async def run(self) -> None:
         """Report until cancelled, or closed. Runs once at a time; may be run again."""
@@ -88,8 +96,8 @@ class Reporter:
                     await self._serve()
                 except _Unknown as e:
                     self.registered = False
-                    self.status = f"registering again: {e}"
-                    _log.info("%s", self.status)
+                    self._phase = f"registering again: {e}"
+                    _log.info("%s", self._phase)
                     await self._sleep(e.delay)
         finally:
             self.registered = False
@@ -107,33 +115,34 @@ class Reporter:
                     await self._control.deregister(self._node, self._incarnation)
             except (KVStrataError, TimeoutError) as e:
                 _log.info("left without a goodbye to the control plane: %s", e)
-        self.status = "closed"
+        self._phase = "closed"
         await self._control.close()
 
     # ------------------------------------------------------------ registration
 
     async def _register(self) -> None:
         backoff = self._new_backoff()
-        self.status = "registering"
+        if not self._phase.startswith("registering"):
+            self._phase = "registering"
         while True:
             registration = self._reported.registration()
             try:
                 reply = await self._control.register(registration)
             except KVStrataError as e:
-                self._note(e)
+                self._phase = self._noted(self._phase, e)
                 await self._sleep(backoff.next())
                 continue
             self._node, self._incarnation = registration.id, registration.incarnation
             self._outbox.registered(reply.next_seq)
             self._heartbeat_interval = min(self._heartbeat_interval, reply.heartbeat_ttl / 3)
+            self._troubles.clear()
             self.registered = True
-            self.status = "connected"
             return
 
     async def _serve(self) -> None:
         """The three loops. Raises `_Unknown` once one of them learns that we aren't known."""
         loops = (self._report, self._beat, self._poll)
-        tasks = [asyncio.create_task(self._keep(loop), name=loop.__name__) for loop in loops]
+        tasks = [asyncio.create_task(self._keep(loop.__name__, loop)) for loop in loops]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -141,7 +150,7 @@ class Reporter:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _keep(self, once: Callable[[], Awaitable[None]]) -> None:
+    async def _keep(self, name: str, once: Callable[[], Awaitable[None]]) -> None:
         """Do it again and again; after a failure with back-off."""
         backoff = self._new_backoff()
         while True:
@@ -153,22 +162,23 @@ class Reporter:
                 # Two nodes with one id would take it from each other in turns: slowly, then.
                 raise _Unknown(str(e), delay=5 * self._heartbeat_interval) from e
             except KVStrataError as e:
-                self._note(e)
+                self._troubles[name] = self._noted(self._troubles.get(name, ""), e)
                 await self._sleep(backoff.next())
-            except Exception:
+            except Exception as e:
                 _log.exception("reporting failed; it starts again")
-                self.status = "failing: see the log"
+                self._troubles[name] = f"failing: {type(e).__name__}: {e}"
                 await self._sleep(backoff.next())
             else:
-                self.status = "connected"
+                self._troubles.pop(name, None)
                 backoff.reset()
 
-    def _note(self, error: KVStrataError) -> None:
-        away = isinstance(error, LinkBroken)
-        status = f"{'unreachable' if away else 'refused'}: {error}"
-        if status != self.status:
+    @staticmethod
+    def _noted(before: str, error: KVStrataError) -> str:
+        """What is wrong, in words; logged where that is news."""
+        status = f"{'unreachable' if isinstance(error, LinkBroken) else 'refused'}: {error}"
+        if status != before:
             _log.warning("control plane %s", status)
-        self.status = status
+        return status
 
     # ------------------------------------------------------------ the loops
 
