@@ -53,6 +53,9 @@ BATCH_BYTES = 64 << 20
 BATCH_READS = 4096
 GRACE_SECONDS = 2.0
 
+# A peer's first read waits for this; later ones need nothing of the source.
+_IDLE_POLL_SECONDS = 0.002
+
 
 class NixlTransport(Transport):
     """Reads by NIXL's UCX backend. Needs `pip install nixl` (or `--no-deps nixl-cu12`)."""
@@ -184,9 +187,11 @@ class _Owner:
         pause = 0.0
         while True:
             try:
-                self._accept(block=not self._pulls)
+                self._accept(wait=0 if self._pulls else _IDLE_POLL_SECONDS)
                 if self._closing:
                     break
+                if self._agent is not None and self._agent.polls:
+                    self._agent.progress()
                 moved = [self._advance(pull) for pull in self._pulls]
             except Exception as e:
                 log.exception("transport nixl: restarting its agent")
@@ -197,16 +202,16 @@ class _Owner:
             pause = 0.0 if any(moved) or not self._pulls else min(0.001, pause + 0.00002)
             if pause:
                 time.sleep(pause)
-        self._accept(block=False)
+        self._accept(wait=0)
         self._close_agent("the nixl transport was closed during a pull")
 
-    def _accept(self, block: bool) -> None:
+    def _accept(self, wait: float) -> None:
         while True:
             try:
-                pull = self._queue.get(block)
+                pull = self._queue.get(wait > 0, wait)
             except queue.Empty:
                 return
-            block = False
+            wait = 0
             if pull is not None:
                 self._pulls.append(pull)
 

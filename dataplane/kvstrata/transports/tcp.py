@@ -256,13 +256,18 @@ class _Pull:
                 self._check_aborted()
                 raise (_Stale() if kept else LinkBroken(self._said("went away", e))) from e
             self._check_answer(answer)
-            granted = bytearray(1)
-            for read in reads:
-                self._fill(sock, memoryview(granted))
-                if granted == wire.GRANTED:
-                    end = read.local_offset + read.nbytes
-                    self._fill(sock, self._memory[read.local_offset : end])
-                yield granted == wire.GRANTED
+            flag = bytearray(1)
+            known = False
+            for i, read in enumerate(reads, 1):
+                if not known:
+                    self._fill(sock, memoryview(flag))
+                granted = flag == wire.GRANTED
+                known = False
+                if granted:
+                    view = self._memory[read.local_offset : read.local_offset + read.nbytes]
+                    # Its bytes, and with them what the next range begins with.
+                    known = self._fill(sock, view, flag if i < len(reads) else None)
+                yield granted
             whole = True
         except TimeoutError:
             raise
@@ -290,15 +295,19 @@ class _Pull:
         if status != wire.Status.OK:
             raise Malformed(self._said(f"answered with status {status}"))
 
-    def _fill(self, sock: socket.socket, view: memoryview) -> None:
-        """Receive exactly `len(view)` bytes. Raises TimeoutError, EOFError, OSError."""
+    def _fill(self, sock: socket.socket, view: memoryview, more: bytearray | None = None) -> bool:
+        """Receive exactly `len(view)` bytes, and `more` if that comes too: whether it did.
+
+        `more` is one byte. Raises TimeoutError, EOFError, OSError.
+        """
         got = 0
         while got < len(view):
             sock.settimeout(self._remaining())
-            n = sock.recv_into(view[got:])
+            n = sock.recvmsg_into([view[got:], more])[0] if more else sock.recv_into(view[got:])
             if n == 0:
                 raise EOFError("connection closed")
             got += n
+        return got > len(view)
 
     def _remaining(self) -> float:
         seconds = self._deadline - time.monotonic()

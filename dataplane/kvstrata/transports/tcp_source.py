@@ -22,6 +22,7 @@ __all__ = ["TcpSource"]
 log = logging.getLogger(__name__)
 
 _WRITE_BYTES = 1 << 20
+_WRITE_PIECES = 256
 _MAX_CONNECTIONS = 64
 # A stranger gets little time.
 _FIRST_REQUEST_SECONDS = 5.0
@@ -133,26 +134,17 @@ class TcpSource:
                 sock.settimeout(_WRITE_SECONDS)
                 sock.sendall(_answer(wire.Status.DENIED))
                 return False
-        head = _answer(wire.Status.OK)
+        batch = _Batch(sock, _answer(wire.Status.OK))
         for offset, nbytes in ranges:
-            sock.settimeout(_WRITE_SECONDS)
             if not self._authorize(lease, offset, nbytes):
-                sock.sendall(head + wire.ENDED)
-                head = b""
+                batch.add(wire.ENDED)
                 continue
-            with self._memory[offset : offset + nbytes] as view:
-                head += wire.GRANTED
-                sent = sock.sendmsg([head, view[:_WRITE_BYTES]])
-                sock.sendall(head[sent:])
-                sent = max(0, sent - len(head))
-                head = b""
-                while sent < nbytes:
-                    if not self._authorize(lease, offset, nbytes):
-                        return False
-                    with view[sent : sent + _WRITE_BYTES] as part:
-                        # The timeout is for the whole part: a reader slower than that is cut.
-                        sock.sendall(part)
-                        sent += len(part)
+            batch.add(wire.GRANTED)
+            for start in range(offset, offset + nbytes, _WRITE_BYTES):
+                if start > offset and not self._authorize(lease, offset, nbytes):
+                    return False
+                batch.add(self._memory[start : min(start + _WRITE_BYTES, offset + nbytes)])
+        batch.flush()
         return True
 
     def _complain(self, sock: socket.socket, error: Malformed) -> None:
@@ -160,6 +152,35 @@ class TcpSource:
         self._complained = True
         with contextlib.suppress(OSError):
             log.log(level, "tcp transport dropped %s: %s", sock.getpeername()[0], error)
+
+
+class _Batch:
+    """Gathers small pieces into writes of about `_WRITE_BYTES`.
+
+    Its timeout is for one write: a reader slower than that is cut off.
+    """
+
+    def __init__(self, sock: socket.socket, head: bytes) -> None:
+        self._sock = sock
+        self._pieces: list[bytes | memoryview] = [head]
+        self._nbytes = 0
+        sock.settimeout(_WRITE_SECONDS)
+
+    def add(self, piece: bytes | memoryview) -> None:
+        self._pieces.append(piece)
+        self._nbytes += len(piece)
+        if self._nbytes >= _WRITE_BYTES or len(self._pieces) >= _WRITE_PIECES:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._pieces:
+            return
+        sent = self._sock.sendmsg(self._pieces)
+        for piece in self._pieces:
+            if sent < len(piece):
+                self._sock.sendall(piece[sent:])
+            sent = max(0, sent - len(piece))
+        self._pieces, self._nbytes = [], 0
 
 
 def _read_request(sock: socket.socket, idle: float) -> tuple[bytes, list[tuple[int, int]]]:
