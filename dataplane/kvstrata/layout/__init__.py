@@ -11,6 +11,18 @@ pages, one after another. `docs/layout.md` has the content formats and the devic
     plan_rank   content + form + one rank's tensors -> copy runs, proved to tile the page
 """
 
+from kvstrata.layout.attention import LAYOUTS, Packed, PhysicalLayout, Split, local_units
+from kvstrata.layout.contents import (
+    AttentionContent,
+    Content,
+    ConvOrder,
+    OpaqueContent,
+    Projection,
+    StateContent,
+    element_bytes,
+)
+from kvstrata.layout.opaque import OpaqueHeads, OpaquePages
+from kvstrata.layout.plan import RankRuns, Ranks, plan_rank, stage_layers
 from kvstrata.layout.runs import (
     CopyRun,
     FieldShare,
@@ -19,5 +31,40 @@ from kvstrata.layout.runs import (
     derive_runs,
     share_of,
 )
+from kvstrata.layout.state import StatePages
+from kvstrata.layout.tensors import Cache, FieldPlaces, Pages, Tensor
+from kvstrata.layout.tpu import TpuLatent, TpuPacked
 
-__all__ = ["CopyRun", "FieldShare", "LayerPlace", "check_tiling", "derive_runs", "share_of"]
+__all__ = [
+    "LAYOUTS",
+    "AttentionContent",
+    "Cache",
+    "Content",
+    "ConvOrder",
+    "CopyRun",
+    "FieldPlaces",
+    "FieldShare",
+    "LayerPlace",
+    "OpaqueContent",
+    "OpaqueHeads",
+    "OpaquePages",
+    "Packed",
+    "Pages",
+    "PhysicalLayout",
+    "Projection",
+    "RankRuns",
+    "Ranks",
+    "Split",
+    "StateContent",
+    "StatePages",
+    "Tensor",
+    "TpuLatent",
+    "TpuPacked",
+    "check_tiling",
+    "derive_runs",
+    "element_bytes",
+    "local_units",
+    "plan_rank",
+    "share_of",
+    "stage_layers",
+]
