@@ -75,9 +75,15 @@ class AttentionContent:
         return (Field("kv", self.heads, self.tokens * self.cell_bytes),)
 
     def group(
-        self, number: int, kind: AttentionKind, layers: Sequence[str], window: int = 0
+        self,
+        number: int,
+        kind: AttentionKind,
+        layers: Sequence[str],
+        window: int = 0,
+        tokens: int = 0,
     ) -> Group:
-        return Group(number, kind, tuple(layers), self.fields(), self.tokens, window)
+        """`tokens` of a block, if a row stands for several of them."""
+        return Group(number, kind, tuple(layers), self.fields(), tokens or self.tokens, window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +115,15 @@ class OpaqueContent:
         return (Field("page" if self.ranks else "kv", self.units, self.unit_bytes),)
 
     def group(
-        self, number: int, kind: AttentionKind, layers: Sequence[str], window: int = 0
+        self,
+        number: int,
+        kind: AttentionKind,
+        layers: Sequence[str],
+        window: int = 0,
+        tokens: int = 0,
     ) -> Group:
-        return Group(number, kind, tuple(layers), self.fields(), self.tokens, window)
+        """`tokens` of a block, if a row stands for several of them."""
+        return Group(number, kind, tuple(layers), self.fields(), tokens or self.tokens, window)
 
 
 @dataclass(frozen=True, slots=True)
