@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvstrata.chains import Chains
 from kvstrata.host import NO_ROOM, PRESENT, Chunk, HostTier, State, Used
 from kvstrata.keys import Key, make_key
-from kvstrata.policies import Lru
+from kvstrata.policies import Arc, Lru, Policy, S3Fifo
 from kvstrata.slots import ALIGNMENT, Slots
 
 PAGE = ALIGNMENT
@@ -29,8 +31,15 @@ def key(n: int) -> Key:
     return make_key(b"n" * 16, 0, n.to_bytes(4, "big"))
 
 
-def make(pages: int, clock: Clock | None = None, **kwargs: object) -> HostTier:
-    return HostTier(Slots(pages * PAGE), Lru(pages * PAGE), clock or Clock(), **kwargs)  # type: ignore[arg-type]
+def make(
+    pages: int,
+    clock: Clock | None = None,
+    policy: type[Policy] = Lru,
+    slab: int | None = None,
+    **kwargs: object,
+) -> HostTier:
+    slots = Slots(pages * PAGE, slab and slab * PAGE)
+    return HostTier(slots, policy(pages * PAGE), clock or Clock(), **kwargs)  # type: ignore[arg-type]
 
 
 def put(host: HostTier, *numbers: int, owner: str = "a") -> list[int]:
@@ -236,19 +245,214 @@ def test_a_chunk_larger_than_the_region_has_no_room_and_nothing_breaks() -> None
     assert host.reserve("a", [(key(2), PAGE)]) != [NO_ROOM]
 
 
+def test_making_room_for_a_chain_spares_what_is_here_of_it() -> None:
+    host = make(4)
+    put(host, 1)
+    put(host, 2)
+    put(host, 3, 4)
+    assert host.reserve("a", [(key(1), PAGE), (key(5), PAGE)]) == [PRESENT, PAGE]
+    assert host.find([key(1), key(2)]) == [State.READY, State.ABSENT]
+
+
+# ---------------------------------------------------------------- chains
+
+
+class HeadFirst(Lru):
+    """As wrong as a policy can be: first in, first out, heads before tails."""
+
+    def insert(self, keys: Sequence[Key], nbytes: int, after: Sequence[Key] = ()) -> None:
+        super().insert(keys[::-1], nbytes)
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        return None
+
+
+def ask(host: HostTier, *numbers: int, lease: int = 1) -> list[bool]:
+    """Look a prefix up as a request does, and let go."""
+    found = host.lease("a", lease, [key(n) for n in numbers], 10, chain=True)
+    host.release("a", [lease])
+    return [chunk is not None for chunk in found]
+
+
+def evictions(host: HostTier, count: int) -> list[int]:
+    """Numbers of the chunks that make way for `count` others, one by one."""
+    order = []
+    for n in range(100, 100 + count):
+        before = set(host.keys())
+        put(host, n)
+        order += [int.from_bytes(k[20:], "big") for k in before - set(host.keys())]
+    return order
+
+
+@pytest.mark.parametrize("policy", [Lru, Arc, S3Fifo, HeadFirst])
+def test_a_tail_that_came_later_goes_before_its_head(policy: type[Policy]) -> None:
+    host = make(6, policy=policy)
+    ask(host, 1, 2)
+    put(host, 1, 2)
+    assert ask(host, 1, 2, 3, 4) == [True, True, False, False]
+    put(host, 3, 4)
+    ask(host, 1, 2, 5)
+    put(host, 5)
+    put(host, 50)
+    gone = [n for n in evictions(host, 8) if n < 10]
+    assert len(gone) == 5 or policy in (Arc, S3Fifo), "those keep what was used again"
+    where = {n: i for i, n in enumerate(gone)}
+    for head, tail in ((1, 2), (2, 3), (3, 4), (2, 5)):
+        if head in where:
+            assert where[tail] < where[head]
+
+
+def test_an_lru_takes_a_chain_that_grew_as_a_whole() -> None:
+    host = make(5)
+    ask(host, 1, 2, 3, 4)
+    put(host, 1, 2)
+    put(host, 50)
+    put(host, 3, 4)
+    assert evictions(host, 5)[:5] == [50, 4, 3, 2, 1]
+
+
+def test_what_comes_before_a_prefix_asked_for_is_used_too() -> None:
+    host = make(5)
+    ask(host, 1, 2, 3)
+    put(host, 1, 2, 3)
+    put(host, 50, 51)
+    assert ask(host, 3) == [True], "the engine has 1 and 2 itself"
+    assert evictions(host, 3)[:3] == [51, 50, 3]
+
+
+def test_a_chunk_whose_extension_is_leased_or_being_written_stays() -> None:
+    host = make(3, policy=HeadFirst)
+    ask(host, 1, 2, 3)
+    put(host, 1, 2)
+    host.lease("b", 7, [key(2)], 1000)
+    assert host.reserve("a", [(key(3), PAGE), (key(9), PAGE)]) == [2 * PAGE, NO_ROOM]
+    host.release("b", [7])
+    assert host.reserve("a", [(key(9), PAGE)]) == [NO_ROOM], "3 is being written"
+    host.abort("a", [key(3)])
+    put(host, 8)
+    assert host.reserve("a", [(key(9), PAGE)]) != [NO_ROOM]
+    assert host.find([key(1), key(2)]) == [State.READY, State.ABSENT]
+
+
+def test_an_engine_that_tells_of_a_circle_harms_nobody() -> None:
+    host = make(3, policy=HeadFirst)
+    ask(host, 1, 2, 3)
+    ask(host, 3, 1)
+    ask(host, 2, 2)
+    put(host, 1, 2, 3)
+    put(host, 4, 5, 6)
+    assert host.usage().chunks == 3
+
+
+def test_links_of_chunks_that_never_came_are_forgotten() -> None:
+    chains = Chains()
+    for n in range(0, 200_000, 1000):
+        chains.learn([key(n + i) for i in range(1000)])
+        chains.prune({key(1): None, key(2): None}, 2)
+    assert len(chains) < 100_000
+    assert chains.before(key(2), {key(1)}) == [key(1)]
+    assert chains.extensions(key(1), {key(2)}) == [key(2)]
+
+
+# ---------------------------------------------------------------- several sizes over slabs
+
+
+def put_of(host: HostTier, pages: int, *numbers: int) -> list[int]:
+    offsets = host.reserve("a", [(key(n), pages * PAGE) for n in numbers])
+    host.commit("a", [key(n) for n, o in zip(numbers, offsets, strict=True) if o >= 0])
+    return offsets
+
+
+def test_a_size_without_a_slab_gets_the_one_whose_best_chunk_is_worst() -> None:
+    host = make(8, slab=4)
+    put_of(host, 1, 1, 2, 3, 4)
+    put_of(host, 1, 5, 6, 7, 8)
+    for n in (5, 6, 1):  # 5 and 6 were used; then 1, so that the first slab's best is younger
+        ask(host, n)
+    assert put_of(host, 2, 20) == [4 * PAGE]
+    assert host.find([key(n) for n in range(1, 9)]) == [State.READY] * 4 + [State.ABSENT] * 4
+    assert host.evicted == 4
+    assert put_of(host, 2, 21) == [6 * PAGE], "the slab has room for it"
+    assert host.evicted == 4
+
+
+def test_a_size_with_idle_chunks_of_its_own_takes_those_first() -> None:
+    host = make(8, slab=4)
+    put_of(host, 1, 1, 2, 3, 4)
+    put_of(host, 2, 20, 21)
+    put_of(host, 2, 22)
+    assert host.find([key(n) for n in (1, 2, 3, 4, 20, 21, 22)]) == [
+        *[State.ABSENT] * 4,
+        *[State.READY] * 3,
+    ], "the older slab goes as a whole: all of it is older than any of the others"
+    host = make(8, slab=4)
+    put_of(host, 1, 1, 2, 3, 4)
+    put_of(host, 2, 20, 21)
+    ask(host, 4)
+    put_of(host, 2, 22)
+    assert host.find([key(n) for n in (1, 2, 3, 4, 20, 21, 22)]) == [
+        *[State.READY] * 5,
+        State.ABSENT,
+        State.READY,
+    ]
+
+
+def test_a_slab_with_a_leased_chunk_is_no_use_and_loses_nothing() -> None:
+    host = make(8, slab=4)
+    put_of(host, 1, 1, 2, 3, 4)
+    put_of(host, 1, 5, 6, 7, 8)
+    host.lease("b", 1, [key(1), key(8)], 1000)
+    assert put_of(host, 2, 20) == [NO_ROOM]
+    assert host.evicted == 0
+    host.release("b", [1])
+    assert put_of(host, 2, 20) != [NO_ROOM]
+
+
+def test_a_slab_given_up_takes_what_extends_its_chunks_along() -> None:
+    host = make(8, slab=4)
+    ask(host, 1, 2, 3, 4, 5)
+    put_of(host, 1, 1, 2, 3, 4)
+    put_of(host, 1, 5, 6, 7, 8)
+    host.lease("b", 1, [key(6)], 1000)
+    assert put_of(host, 2, 20, 21) == [0, 2 * PAGE]
+    assert host.find([key(n) for n in (5, 6, 7, 8)]) == [State.ABSENT, *[State.READY] * 3]
+
+
+def test_models_of_many_sizes_share_a_region_for_long() -> None:
+    host = make(64, slab=8)
+    rng = random.Random(1)
+    for n in range(600):
+        pages = rng.choice([1, 2, 3, 5, 12])
+        assert NO_ROOM not in put_of(host, pages, *range(10 * n, 10 * n + rng.randint(1, 4)))
+    usage = host.usage()
+    assert usage.used == usage.ready > 0.7 * usage.capacity
+
+
 OWNERS = st.sampled_from(["a", "b", "c"])
 KEYS = st.lists(st.integers(0, 11).map(key), min_size=1, max_size=4, unique=True)
-SIZES = st.sampled_from([100, PAGE, 2 * PAGE])
+SIZES = st.sampled_from([100, PAGE, 2 * PAGE, 3 * PAGE])
 
 
 class HostMachine(RuleBasedStateMachine):
     """A model that only knows who may touch which bytes, beside the real thing."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    @initialize(
+        policy=st.sampled_from([Lru, Arc, S3Fifo, HeadFirst]), slab=st.sampled_from([None, 2, 4])
+    )
+    def open(self, policy: type[Policy], slab: int | None) -> None:
         self.clock = Clock()
         self.visible: dict[Key, Chunk] = {}
-        self.host = make(8, self.clock, reserve_ttl=50, on_ready=self._ready, on_gone=self._gone)
+        self.parent: dict[Key, Key] = {}
+        self.making_room = False
+        self.host = make(
+            12,
+            self.clock,
+            policy,
+            slab,
+            reserve_ttl=50,
+            on_ready=self._ready,
+            on_gone=self._gone,
+        )
         # (owner, key) -> offset of a slot its owner may be writing to, and granted slots
         self.writing: dict[tuple[str, Key], tuple[int, int]] = {}
         self.granted: dict[tuple[str, int], int] = {}
@@ -262,10 +466,16 @@ class HostMachine(RuleBasedStateMachine):
     def _gone(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             self.visible.pop(chunk.key, None)
+        if self.making_room:
+            # What is evicted is extended by nothing that stays.
+            gone = {chunk.key for chunk in chunks if chunk.state is State.READY}
+            assert gone.isdisjoint(self.parent[k] for k in self.visible if k in self.parent)
 
     @rule(owner=OWNERS, keys=KEYS, nbytes=SIZES)
     def reserve(self, owner: str, keys: list[Key], nbytes: int) -> None:
+        self.making_room = True
         offsets = self.host.reserve(owner, [(k, nbytes) for k in keys])
+        self.making_room = False
         for k, offset in zip(keys, offsets, strict=True):
             if offset >= 0:
                 # An overdue write that is resumed keeps its slot, whatever its size was.
@@ -301,9 +511,20 @@ class HostMachine(RuleBasedStateMachine):
         for k in keys:
             self.writing.pop((owner, k), None)
 
-    @rule(owner=OWNERS, lease=st.integers(1, 2), keys=KEYS, ttl=st.sampled_from([5.0, 60.0]))
-    def lease(self, owner: str, lease: int, keys: list[Key], ttl: float) -> None:
-        found = self.host.lease(owner, lease, keys, ttl)
+    @rule(
+        owner=OWNERS,
+        lease=st.integers(1, 2),
+        keys=KEYS,
+        ttl=st.sampled_from([5.0, 60.0]),
+        chain=st.booleans(),
+    )
+    def lease(self, owner: str, lease: int, keys: list[Key], ttl: float, chain: bool) -> None:
+        if chain:
+            # The truth: each number extends the one before it.
+            first = min(keys)
+            keys = [key(n) for n in range(int.from_bytes(first[20:], "big"), 12)][:4]
+            self.parent |= {b: a for a, b in pairwise(keys)}
+        found = self.host.lease(owner, lease, keys, ttl, chain)
         until = self.clock() + ttl
         for name in [n for n in self.leased if n[:2] == (owner, lease)]:
             chunk, before = self.leased[name]
@@ -375,6 +596,7 @@ class HostMachine(RuleBasedStateMachine):
             == usage.used
             <= usage.capacity
         )
+        assert usage.used + usage.largest_free <= usage.capacity
         assert usage.chunks == len(self.visible) == len(self.host.keys())
 
 

@@ -56,8 +56,83 @@ def test_freeing_what_is_not_held_is_a_bug(offset: int) -> None:
         slots.free(offset)
 
 
+# ---------------------------------------------------------------- slabs
+
+SLAB = 8 * ALIGNMENT
+
+
+def slabs(count: int) -> Slots:
+    return Slots(count * SLAB, slab_bytes=SLAB)
+
+
+def test_a_small_region_has_no_slabs_and_a_large_one_bounded_ones() -> None:
+    assert Slots(16 * ALIGNMENT).slab_bytes < ALIGNMENT
+    assert Slots(64 << 30).slab_bytes == 64 << 20
+    assert Slots(1 << 40).slab_bytes == 64 << 20
+
+
+def test_slots_of_one_size_share_a_slab_and_sizes_do_not_mix() -> None:
+    slots = slabs(4)
+    small = slots.allocate_many(ALIGNMENT, 3)
+    large = slots.allocate_many(2 * ALIGNMENT, 2)
+    assert small == [0, ALIGNMENT, 2 * ALIGNMENT]
+    assert large == [SLAB, SLAB + 2 * ALIGNMENT]
+    assert slots.slab_of(0) is slots.slab_of(ALIGNMENT)
+    assert slots.slab_of(0) is not slots.slab_of(SLAB)
+    assert slots.slab_of(0).held == 3
+    assert slots.largest_free == 2 * SLAB
+
+
+def test_an_empty_slab_serves_any_size_again() -> None:
+    slots = slabs(2)
+    first = slots.allocate_many(ALIGNMENT, 16)
+    assert slots.allocate(3 * ALIGNMENT) is None
+    slots.free_many(first[::2])
+    assert slots.largest_free == 0, "every slab still holds something"
+    slots.free_many(first[1:8:2])
+    assert slots.largest_free == SLAB
+    assert slots.allocate_many(3 * ALIGNMENT, 9) == [0, 3 * ALIGNMENT]
+
+
+def test_a_chunk_larger_than_a_slab_gets_slabs_in_a_row() -> None:
+    slots = slabs(4)
+    (small,) = slots.allocate_many(ALIGNMENT, 1)
+    assert slots.allocate(2 * SLAB + 1) == SLAB
+    assert slots.largest_free == SLAB - ALIGNMENT
+    slots.free(SLAB)
+    slots.free(small)
+    assert slots.allocate(4 * SLAB) == 0
+
+
+def test_a_slab_is_shorter_where_no_full_one_fits() -> None:
+    slots = slabs(2)
+    assert slots.allocate(SLAB + ALIGNMENT) == 0
+    assert len(slots.allocate_many(ALIGNMENT, 99)) == 7
+    assert slots.used == slots.capacity
+
+
+def test_sizes_taking_turns_leave_no_splinters() -> None:
+    slots = slabs(16)
+    for pages in (3, 1, 5, 2, 7, 3):
+        got = slots.allocate_many(pages * ALIGNMENT, 1000)
+        assert len(got) >= 16 * (8 // pages)
+        slots.free_many(got)
+        assert slots.largest_free == slots.capacity
+
+
+@pytest.mark.parametrize("nbytes", [1, ALIGNMENT, 3 * ALIGNMENT, SLAB, SLAB + 1, 5 * SLAB])
+@pytest.mark.parametrize("taken", [0, 5])
+def test_room_is_what_can_be_had(nbytes: int, taken: int) -> None:
+    slots = slabs(4)
+    slots.free_many(slots.allocate_many(3 * ALIGNMENT, taken)[1:])
+    room = slots.room(nbytes, 1000)
+    assert slots.room(nbytes, 2) == min(room, 2)
+    assert len(slots.allocate_many(nbytes, 1000)) == room
+    assert slots.room(nbytes, 1) == 0
+
+
 class SlotsMachine(RuleBasedStateMachine):
-    """Against a model: which pages are taken."""
+    """Against a model: which pages are taken. Without slabs, so that every hole can be used."""
 
     held = Bundle("held")
 
@@ -102,3 +177,55 @@ class SlotsMachine(RuleBasedStateMachine):
 
 
 TestSlotsMachine = SlotsMachine.TestCase
+
+
+class SlabMachine(RuleBasedStateMachine):
+    """With slabs: nothing overlaps, what is refused has no room, an empty region is whole."""
+
+    held = Bundle("held")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = slabs(8)
+        self.ranges: dict[int, int] = {}
+
+    @rule(
+        target=held,
+        nbytes=st.sampled_from([1, 2, 3, 5, 8, 13]).map(lambda pages: pages * ALIGNMENT),
+        count=st.integers(1, 9),
+    )
+    def allocate(self, nbytes: int, count: int) -> object:
+        room = self.slots.room(nbytes, count)
+        offsets = self.slots.allocate_many(nbytes, count)
+        assert len(offsets) >= room
+        if len(offsets) < count:
+            assert self.slots.largest_free < nbytes
+        self.ranges |= dict.fromkeys(offsets, nbytes)
+        return multiple(*offsets)
+
+    @rule(offset=consumes(held))
+    def free(self, offset: int) -> None:
+        self.slots.free(offset)
+        del self.ranges[offset]
+
+    @invariant()
+    def bytes_add_up(self) -> None:
+        end = 0
+        for offset, size in sorted(self.ranges.items()):
+            assert end <= offset
+            end = offset + size
+        assert end <= self.slots.capacity
+        assert self.slots.used == sum(self.ranges.values())
+        assert self.slots.largest_free <= self.slots.capacity - self.slots.used
+
+    @invariant()
+    def slabs_hold_what_is_held(self) -> None:
+        held = {self.slots.slab_of(offset) for offset in self.ranges}
+        assert sum(slab.held for slab in held) == len(self.ranges)
+
+    def teardown(self) -> None:
+        self.slots.free_many(list(self.ranges))
+        assert (self.slots.used, self.slots.largest_free) == (0, self.slots.capacity)
+
+
+TestSlabMachine = SlabMachine.TestCase

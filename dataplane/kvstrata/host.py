@@ -24,9 +24,14 @@ from __future__ import annotations
 
 import enum
 import heapq
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
+from kvstrata.chains import Chains
+from kvstrata.chunks import Chunk, State, is_idle
+from kvstrata.eviction import make_room
 from kvstrata.keys import Key
 from kvstrata.policies import Policy
 from kvstrata.slots import Slots
@@ -36,13 +41,9 @@ __all__ = ["NO_ROOM", "PRESENT", "Chunk", "HostTier", "HostUsage", "State", "Use
 NO_ROOM = -1
 PRESENT = -2
 
-
-class State(enum.IntEnum):
-    """Of a key, as `HostTier.find` sees it."""
-
-    ABSENT = 0
-    READY = 1
-    WRITING = 2
+# A member looked up in its class costs as much as the test it is for; these stand in hot loops.
+_READY = State.READY
+_WRITING = State.WRITING
 
 
 class Used(enum.IntEnum):
@@ -51,22 +52,6 @@ class Used(enum.IntEnum):
     OWNED = 1  # the slot now belongs to the key: write, then commit or abort
     DUPLICATE = 0  # the chunk is here or being written; the slot waits for commit or abort
     UNKNOWN = -1  # not a slot granted to this owner
-
-
-@dataclass(slots=True, eq=False)
-class Chunk:
-    """A slot with a key. `readers` counts leases, `io` reads and writes in flight by others."""
-
-    key: Key
-    offset: int
-    nbytes: int
-    owner: str
-    state: State
-    expires: float
-    readers: int = 0
-    io: int = 0
-    visible: bool = True
-    checksum: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +110,8 @@ class HostTier:
         self._leases: dict[tuple[str, int], _Lease] = {}
         self._hidden: set[Chunk] = set()
         self._lease_heap: list[tuple[float, str, int]] = []
-        self._write_heap: list[tuple[float, int, Chunk]] = []
+        self._write_heap: list[tuple[float, int, list[Chunk]]] = []
+        self._chains = Chains()
         self._sequence = 0
         self._ready_bytes = 0
 
@@ -136,41 +122,41 @@ class HostTier:
         `PRESENT` (here already, or being written), or `NO_ROOM`. Partial success is normal."""
         chunks = self._chunks
         expires = self._clock() + self._reserve_ttl
-        placed: dict[Key, int] = {}
-        overdue = self._writes.get(owner, {})
-        for key, _ in requests:
-            if key in overdue and key not in chunks:
-                placed[key] = self._resume(overdue[key], expires)
-        missing = {
-            key: nbytes for key, nbytes in requests if key not in chunks and key not in placed
-        }
+        resumed = self._resume(owner, requests, expires) if self._hidden else {}
+        missing = {key: nbytes for key, nbytes in requests if key not in chunks}
+        # Making room for the rest of a chain must not take the part that is here.
+        kept = self.pin(key for key, _ in requests) if len(missing) < len(requests) else []
         offsets = self._allocate(list(missing.values()))
-        for (key, nbytes), offset in zip(missing.items(), offsets, strict=True):
-            placed[key] = offset
-            if offset != NO_ROOM:
-                self._start_write(owner, key, offset, nbytes, expires)
+        for chunk in kept:
+            self.unpin(chunk)
+        self._start_writes(owner, missing, offsets, expires)
+        if len(missing) == len(requests):
+            return offsets
+        placed = resumed | dict(zip(missing, offsets, strict=True))
         return [placed.pop(key, PRESENT) for key, _ in requests]
 
     def commit(self, owner: str, keys: Sequence[Key]) -> list[bool]:
         """The bytes are complete. Per key whether the chunk is readable now."""
+        chunks = self._chunks
         writes = self._writes.get(owner, {})
         ready: list[Chunk] = []
         answers = []
         for key in keys:
             chunk = writes.pop(key, None)
-            if chunk is not None:
-                if not chunk.visible and key not in self._chunks:
+            if chunk is not None and not chunk.visible:
+                if key in chunks:
+                    self._free_hidden(chunk)
+                    chunk = None
+                else:
                     self._hidden.discard(chunk)
                     chunk.visible = True
-                    self._chunks[key] = chunk
-                if chunk.visible:
-                    chunk.state = State.READY
-                    self._ready_bytes += self.slots.rounded(chunk.nbytes)
-                    ready.append(chunk)
-                else:
-                    self._free_hidden(chunk)
-            present = self._chunks.get(key)
-            answers.append(present is not None and present.state is State.READY)
+                    chunks[key] = chunk
+            if chunk is None:
+                answers.append(self.get(key) is not None)
+            else:
+                chunk.state = _READY
+                ready.append(chunk)
+                answers.append(True)
         self._announce(ready)
         return answers
 
@@ -185,11 +171,11 @@ class HostTier:
             if chunk.visible:
                 del self._chunks[key]
                 chunk.visible = False
-                self.slots.free(chunk.offset)
                 gone.append(chunk)
             else:
                 self._free_hidden(chunk)
         if gone:
+            self.slots.free_many([chunk.offset for chunk in gone])
             self._on_gone(gone)
 
     def grant(self, owner: str, nbytes: int, count: int) -> list[int]:
@@ -206,6 +192,7 @@ class HostTier:
         writes = self._writes.setdefault(owner, {})
         expires = self._clock() + self._reserve_ttl
         answers = []
+        fresh: list[Chunk] = []
         for offset, key in names:
             nbytes = grants.pop(offset, None)
             if nbytes is None:
@@ -221,16 +208,17 @@ class HostTier:
                 self._hidden.add(chunk)
                 answers.append(Used.DUPLICATE)
             else:
-                self._start_write(owner, key, offset, nbytes, expires)
+                chunk = Chunk(key, offset, nbytes, owner, _WRITING, expires)
+                self._chunks[key] = writes[key] = chunk
+                fresh.append(chunk)
                 answers.append(Used.OWNED)
+        self._watch(fresh, expires)
         return answers
 
     def ungrant(self, owner: str, offsets: Iterable[int]) -> None:
         """Take granted slots back. Those not granted to `owner` are ignored."""
         grants = self._grants.get(owner, {})
-        for offset in offsets:
-            if grants.pop(offset, None) is not None:
-                self.slots.free(offset)
+        self.slots.free_many([o for o in offsets if grants.pop(o, None) is not None])
 
     def granted(self, owner: str) -> dict[int, int]:
         """Offset -> bytes of the slots granted to `owner` and not named yet."""
@@ -245,26 +233,41 @@ class HostTier:
             chunk.state if (chunk := chunks.get(key)) is not None else State.ABSENT for key in keys
         ]
 
-    def lease(self, owner: str, id: int, keys: Sequence[Key], ttl: float) -> list[Chunk | None]:  # noqa: A002
+    def lease(
+        self,
+        owner: str,
+        id: int,  # noqa: A002
+        keys: Sequence[Key],
+        ttl: float,
+        chain: bool = False,
+    ) -> list[Chunk | None]:
         """Take (or add to) a lease on those keys that are ready; it then runs for `ttl`
-        seconds, or until the time it already had, if that is later."""
+        seconds, or until the time it already had, if that is later. `chain` says that each key
+        extends the one before it: eviction goes by that, when the absent ones come too."""
         now = self._clock()
         lease = self._leases.get((owner, id))
         if lease is None:
             lease = self._leases[owner, id] = _Lease(owner, id, now)
         self._extend(lease, now + ttl)
-        held = lease.held
+        if chain:
+            self._chains.learn(keys)
+        held, chunks = lease.held, self._chunks
         found: list[Chunk | None] = []
+        used = []
         for key in keys:
-            chunk = self._chunks.get(key)
-            if chunk is None or chunk.state is not State.READY:
+            chunk = chunks.get(key)
+            if chunk is None or chunk.state is not _READY:
                 found.append(None)
                 continue
             if key not in held:
                 held[key] = chunk
                 chunk.readers += 1
             found.append(chunk)
-        self._policy.touch([chunk.key for chunk in found if chunk is not None])
+            used.append(key)
+        if chain and used:
+            # An engine asks from where its own cache ends; what comes before was used no less.
+            used = self._chains.before(used[0], chunks) + used
+        self._policy.touch(used)
         return found
 
     def renew(self, owner: str, ids: Iterable[int], ttl: float) -> list[int]:
@@ -320,7 +323,7 @@ class HostTier:
         pinned = []
         for key in keys:
             chunk = self._chunks.get(key)
-            if chunk is not None and chunk.state is State.READY:
+            if chunk is not None and chunk.state is _READY:
                 chunk.io += 1
                 pinned.append(chunk)
         return pinned
@@ -335,18 +338,22 @@ class HostTier:
     def drop(self, keys: Iterable[Key] | None = None) -> int:
         """Remove ready chunks nobody leases or reads (None: all such); how many went."""
         names = list(self._chunks) if keys is None else keys
-        idle = [
-            chunk for key in names if (chunk := self._chunks.get(key)) is not None and _idle(chunk)
-        ]
-        self._remove(idle)
+        idle = {
+            key: chunk
+            for key in names
+            if (chunk := self._chunks.get(key)) is not None and is_idle(chunk)
+        }
+        before = self.slots.used
+        self._policy.remove(list(idle))
+        self.slots.free_many([chunk.offset for chunk in idle.values()])
+        self._leave(list(idle.values()), before - self.slots.used)
         return len(idle)
 
     def forget(self, owner: str) -> None:
         """The owner is gone for certain: nothing of it reads or writes any more."""
         self.abort(owner, list(self._writes.get(owner, ())))
         self._writes.pop(owner, None)
-        for offset in self._grants.pop(owner, {}):
-            self.slots.free(offset)
+        self.slots.free_many(self._grants.pop(owner, {}))
         for lease in [lease for lease in self._leases.values() if lease.owner == owner]:
             for reading in lease.busy.values():
                 for chunk in reading:
@@ -365,15 +372,16 @@ class HostTier:
                 self._let_go(lease)
         overdue = []
         while self._write_heap and self._write_heap[0][0] < now:
-            chunk = heapq.heappop(self._write_heap)[2]
-            if chunk.visible and chunk.state is State.WRITING and chunk.expires < now:
-                self.expired_writes += 1
-                del self._chunks[chunk.key]
-                chunk.visible = False
-                self._hidden.add(chunk)
-                overdue.append(chunk)
+            for chunk in heapq.heappop(self._write_heap)[2]:
+                if chunk.visible and chunk.state is _WRITING and chunk.expires < now:
+                    self.expired_writes += 1
+                    del self._chunks[chunk.key]
+                    chunk.visible = False
+                    self._hidden.add(chunk)
+                    overdue.append(chunk)
         if overdue:
             self._on_gone(overdue)
+        self._chains.prune(self._chunks, len(self._chunks))
 
     # ------------------------------------------------------------ state
 
@@ -402,74 +410,67 @@ class HostTier:
 
     # ------------------------------------------------------------ inside
 
-    def _start_write(self, owner: str, key: Key, offset: int, nbytes: int, expires: float) -> None:
-        chunk = Chunk(key, offset, nbytes, owner, State.WRITING, expires)
-        self._chunks[key] = chunk
-        self._writes.setdefault(owner, {})[key] = chunk
-        self._push_write(chunk, expires)
+    def _start_writes(
+        self, owner: str, missing: dict[Key, int], offsets: Sequence[int], expires: float
+    ) -> None:
+        fresh = {
+            key: Chunk(key, offset, nbytes, owner, _WRITING, expires)
+            for (key, nbytes), offset in zip(missing.items(), offsets, strict=True)
+            if offset != NO_ROOM
+        }
+        self._chunks.update(fresh)
+        self._writes.setdefault(owner, {}).update(fresh)
+        self._watch(list(fresh.values()), expires)
 
-    def _resume(self, chunk: Chunk, expires: float) -> int:
+    def _resume(
+        self, owner: str, requests: Sequence[tuple[Key, int]], expires: float
+    ) -> dict[Key, int]:
         """The owner of an overdue write asks again: it gets the same slot, not a second one."""
-        self._hidden.discard(chunk)
-        chunk.visible = True
-        self._chunks[chunk.key] = chunk
-        self._push_write(chunk, expires)
-        return chunk.offset
+        writes = self._writes.get(owner, {})
+        resumed = {}
+        for key, _ in requests:
+            chunk = writes.get(key)
+            if chunk is not None and key not in self._chunks:
+                self._hidden.discard(chunk)
+                chunk.visible = True
+                chunk.expires = expires
+                self._chunks[key] = resumed[key] = chunk
+        self._watch(list(resumed.values()), expires)
+        return {key: chunk.offset for key, chunk in resumed.items()}
 
-    def _push_write(self, chunk: Chunk, expires: float) -> None:
-        chunk.expires = expires
-        self._sequence += 1
-        heapq.heappush(self._write_heap, (expires, self._sequence, chunk))
+    def _watch(self, chunks: list[Chunk], expires: float) -> None:
+        """These writes, started together, are overdue when `expires` passes."""
+        if chunks:
+            self._sequence += 1
+            heapq.heappush(self._write_heap, (expires, self._sequence, chunks))
 
     def _allocate(self, sizes: Sequence[int]) -> list[int]:
         """Offsets for `sizes`, evicting idle chunks as needed; `NO_ROOM` where that fails."""
-        allocate = self.slots.allocate
         offsets: list[int] = []
-        for i, nbytes in enumerate(sizes):
-            offset = allocate(nbytes)
-            if offset is None and self._make_room(sizes[i:], nbytes):
-                offset = allocate(nbytes)
-            offsets.append(NO_ROOM if offset is None else offset)
-            if offset is None and all(n == nbytes for n in sizes[i:]):
-                offsets += [NO_ROOM] * (len(sizes) - i - 1)
-                break
+        for nbytes, run in itertools.groupby(sizes):
+            count = sum(1 for _ in run)
+            got = self.slots.allocate_many(nbytes, count)
+            if len(got) < count:
+                self._make_room(nbytes, count - len(got))
+                got += self.slots.allocate_many(nbytes, count - len(got))
+            offsets += got
+            offsets += [NO_ROOM] * (count - len(got))
         return offsets
 
-    def _make_room(self, sizes: Sequence[int], at_least: int) -> bool:
-        """Evict until a batch fits, or at least its first; whether that one now does."""
-        rounded = self.slots.rounded
+    def _make_room(self, nbytes: int, count: int) -> None:
         self.expire()
-        free = self.slots.capacity - self.slots.used
-        wanted = min(sum(map(rounded, sizes)), self.slots.capacity) - free
-        victims: list[Chunk] = []
-        for key in self._policy.victims():
-            if wanted <= 0:
-                break
-            chunk = self._chunks[key]
-            if _idle(chunk):
-                victims.append(chunk)
-                wanted -= rounded(chunk.nbytes)
+        before = self.slots.used
+        victims = make_room(nbytes, count, self.slots, self._policy, self._chains, self._chunks)
         self.evicted += len(victims)
-        self._remove(victims)
-        # Holes between chunks of other sizes may be too small: go on until one is not.
-        while self.slots.largest_free < rounded(at_least):
-            victim = next(
-                (c for key in self._policy.victims() if _idle(c := self._chunks[key])), None
-            )
-            if victim is None:
-                return False
-            self.evicted += 1
-            self._remove([victim])
-        return True
+        self._policy.evict([chunk.key for chunk in victims])
+        self._leave(victims, before - self.slots.used)
 
-    def _remove(self, chunks: Sequence[Chunk]) -> None:
+    def _leave(self, chunks: Sequence[Chunk], nbytes: int) -> None:
+        """Chunks that were ready are gone; their slots and the policy know already."""
         for chunk in chunks:
             del self._chunks[chunk.key]
-            self._policy.remove(chunk.key)
-            self._ready_bytes -= self.slots.rounded(chunk.nbytes)
             chunk.visible = False
-            self._hidden.add(chunk)
-            self._free_hidden(chunk)
+        self._ready_bytes -= nbytes
         if chunks:
             self._on_gone(chunks)
 
@@ -483,11 +484,10 @@ class HostTier:
     def _announce(self, ready: Sequence[Chunk]) -> None:
         if not ready:
             return
-        first = 0
-        for i in range(1, len(ready) + 1):
-            if i == len(ready) or ready[i].nbytes != ready[first].nbytes:
-                self._policy.insert([c.key for c in ready[first:i]], ready[first].nbytes)
-                first = i
+        for nbytes, run in itertools.groupby(ready, attrgetter("nbytes")):
+            keys = [chunk.key for chunk in run]
+            self._ready_bytes += len(keys) * self.slots.rounded(nbytes)
+            self._policy.insert(keys, nbytes, self._chains.extended(keys, self._chunks))
         self._on_ready(ready)
 
     def _extend(self, lease: _Lease, expires: float) -> None:
@@ -501,7 +501,3 @@ class HostTier:
         lease.held.clear()
         if not lease.busy:
             self._leases.pop((lease.owner, lease.id), None)
-
-
-def _idle(chunk: Chunk) -> bool:
-    return chunk.state is State.READY and chunk.readers == 0 and chunk.io == 0

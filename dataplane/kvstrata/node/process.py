@@ -234,6 +234,7 @@ class Node:
                     "expired_writes": host.expired_writes,
                     "granted_bytes": usage.granted,
                     "quarantined_bytes": usage.quarantined,
+                    "largest_free_bytes": usage.largest_free,
                     "leases": usage.leases,
                 },
             )

@@ -96,7 +96,7 @@ class Store:
         `wait` seconds. Raises `Missing` for keys of unknown namespaces."""
         for key in keys:
             self.namespaces.size_of(key)
-        found = self.host.lease(owner, lease, keys, self.settings.lease_ttl)
+        found = self.host.lease(owner, lease, keys, self.settings.lease_ttl, want == "prefix")
         self.counters.asked += len(keys)
         missing = [key for key, chunk in zip(keys, found, strict=True) if chunk is None]
         self.counters.host_hits += len(keys) - len(missing)

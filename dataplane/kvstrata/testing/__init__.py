@@ -1,13 +1,14 @@
 """Contracts as test suites, for parts in this package and outside it. Needs pytest.
 
 Subclass `TierTests`, say how to open your tier, and inherit its tests; `TransportTests`, and
-say your transport's name.
+say your transport's name; `PolicyTests`, and open your policy.
 """
 
 from __future__ import annotations
 
 from kvstrata.testing.clock import FakeClock
+from kvstrata.testing.policies import PolicyTests
 from kvstrata.testing.tiers import Damage, TierTests
 from kvstrata.testing.transports import TransportTests
 
-__all__ = ["Damage", "FakeClock", "TierTests", "TransportTests"]
+__all__ = ["Damage", "FakeClock", "PolicyTests", "TierTests", "TransportTests"]

@@ -1,0 +1,133 @@
+"""Which chunks go so that others fit: the policy's order, corrected by what can be of use.
+
+A chunk goes only after all that extends it in the host tier, since that is worth nothing
+without it. And giving up a chunk of another size is of use only where it empties a slab. So
+chunks of the wanted size go in the policy's order, while those of other sizes are held back
+until all of a slab has come up: the first slab to be complete is the one whose best chunk is
+worst, and it goes as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kvstrata.chains import Chains
+from kvstrata.chunks import Chunk, is_idle
+from kvstrata.keys import Key
+from kvstrata.policies import Policy
+from kvstrata.slots import Slab, Slots
+
+__all__ = ["make_room"]
+
+
+def make_room(
+    nbytes: int,
+    count: int,
+    slots: Slots,
+    policy: Policy,
+    chains: Chains,
+    chunks: Mapping[Key, Chunk],
+) -> list[Chunk]:
+    """Free the slots of idle chunks until `count` chunks of `nbytes` fit, or none is left that
+    helps. Returns the chunks that lost theirs; `policy` and `chunks` still hold them."""
+    size = slots.rounded(nbytes)
+    count = min(count, slots.capacity // size)
+    missing = (count - slots.room(nbytes, count)) * size
+    if missing <= 0:
+        return []
+    walk = _Walk(slots, chains, chunks)
+    gone = walk.gone
+    for victim in walk.along(policy):
+        if victim.nbytes == nbytes or slots.rounded(victim.nbytes) == size:
+            gone[victim.key] = victim
+            missing -= size
+        else:
+            missing -= walk.hold_back(victim)
+        if missing <= 0:
+            # What was gained may lie in holes that are too small each: count what fits.
+            walk.free()
+            missing = (count - slots.room(nbytes, count)) * size
+            if missing <= 0:
+                break
+    walk.free()
+    return list(gone.values())
+
+
+class _Walk:
+    """What one walk along the policy's order has met, and may give up."""
+
+    def __init__(self, slots: Slots, chains: Chains, chunks: Mapping[Key, Chunk]) -> None:
+        self.gone: dict[Key, Chunk] = {}
+        self.held_back: dict[Key, Chunk] = {}
+        self._freed = 0
+        self._slots = slots
+        self._chains = chains
+        self._chunks = chunks
+        self._parts: dict[Slab, list[Chunk]] = {}
+        self._unmet: dict[Slab, int] = {}
+
+    def along(self, policy: Policy) -> Iterator[Chunk]:
+        """Idle chunks in the policy's order, each after all that extends it. The caller puts
+        each among `gone` or holds it back before it asks for the next."""
+        chunks, gone, held_back = self._chunks, self.gone, self.held_back
+        may_extend = self._chains.may_extend
+        for key in policy.victims():
+            chunk = chunks[key]
+            if chunk.readers or chunk.io or key in gone or key in held_back:
+                continue
+            for child in may_extend(key):
+                if child not in gone:
+                    yield from self._leaves_first(chunk)
+                    break
+            else:
+                yield chunk
+
+    def hold_back(self, chunk: Chunk) -> int:
+        """A chunk of another size has come up; the bytes gained, which is none until it is the
+        last of its slab."""
+        slab = self._slots.slab_of(chunk.offset)
+        part = self._parts.setdefault(slab, [])
+        part.append(chunk)
+        self.held_back[chunk.key] = chunk
+        self._unmet[slab] = unmet = self._unmet.get(slab, slab.held) - 1
+        if unmet:
+            return 0
+        for member in part:
+            self._give_up(member)
+        return slab.nbytes
+
+    def free(self) -> None:
+        """Give back the slots of those gone since the last time."""
+        fresh = list(self.gone.values())[self._freed :] if self._freed else self.gone.values()
+        self._slots.free_many([chunk.offset for chunk in fresh])
+        self._freed = len(self.gone)
+
+    def _leaves_first(self, chunk: Chunk) -> Iterator[Chunk]:
+        """All that extends a chunk, from the leaves up, then itself; ends before the first that
+        extends one in use. Without what was met before."""
+        extensions, chunks = self._chains.extensions, self._chunks
+        stack = [(chunk, iter(extensions(chunk.key, chunks)))]
+        path = {chunk.key}
+        while stack:
+            chunk, children = stack[-1]
+            for key in children:
+                if key in self.gone or key in self.held_back or key in path:
+                    continue
+                child = chunks[key]
+                if not is_idle(child):
+                    return
+                path.add(key)
+                stack.append((child, iter(extensions(key, chunks))))
+                break
+            else:
+                stack.pop()
+                yield chunk
+
+    def _give_up(self, chunk: Chunk) -> None:
+        """With what extends it, which was met before it and is worth nothing without it."""
+        above = [chunk]
+        while above:
+            chunk = above.pop()
+            if self.held_back.pop(chunk.key, None) is not None:
+                self.gone[chunk.key] = chunk
+                above += [self._chunks[k] for k in self._chains.extensions(chunk.key, self._chunks)]
