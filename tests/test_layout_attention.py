@@ -7,6 +7,7 @@ So if two forms pass, each reads what the other wrote.
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
 
 import numpy as np
@@ -30,6 +31,8 @@ from kvstrata.layout import (
     plan_rank,
     stage_layers,
 )
+from kvstrata_adapters.devices.base import Copy
+from kvstrata_adapters.devices.cpu import CpuDevice
 from layout_attention_kit import local_of, makers, opaque_heads, packed, page_of, truth_of
 from layout_kit import BLOCKS, check_load, store
 
@@ -62,7 +65,7 @@ contents = st.one_of(
         st.sampled_from([1, 2, 4]),
         st.integers(1, 3),
         st.sampled_from([5, 64, 96, 128, 130]),
-        st.sampled_from(["bfloat16", "float32", "uint8"]),
+        st.sampled_from(["bfloat16", "float32", "float8_e5m2"]),
     ),
     st.builds(
         AttentionContent,
@@ -70,7 +73,7 @@ contents = st.one_of(
         tokens=st.integers(1, 5),
         key=st.sampled_from([3, 128, 132]),
         value=st.just(0),
-        dtype=st.sampled_from(["bfloat16", "uint8"]),
+        dtype=st.sampled_from(["bfloat16", "float8_e4m3fn"]),
     ),
 )
 
@@ -282,8 +285,9 @@ def test_a_wrong_stride_or_size_on_any_axis_of_any_packed_layout_is_refused(
         (lambda: TpuPacked().pages(AttentionContent(1, 1, 3, 2, "uint8"), [], 1), "value is 2"),
         (lambda: TpuLatent().pages(KV, [], 1), "not a latent"),
         (lambda: Split("NHD").pages(AttentionContent(1, 1, 3, 0, "uint8"), [], 1), "value is 0"),
+        (lambda: AttentionContent(1, 1, 9, 0, "uint8").fields(), "dtype is uint8: name the scheme"),
         (lambda: element_bytes("fp8"), "dtype is 'fp8'"),
-        (lambda: AttentionContent(0, 1, 1, 1, "uint8").fields(), "heads, tokens and key"),
+        (lambda: AttentionContent(0, 1, 1, 1, "bfloat16").fields(), "heads, tokens and key"),
         (lambda: stage_layers(4, 0), "stages is 0"),
         (lambda: GOOD.at(1, 2), "no index 2 on axis 1"),
     ],
@@ -323,7 +327,7 @@ def test_ranks_that_do_not_fit_the_group_are_refused() -> None:
 
 
 def test_a_cache_is_seen_by_a_cpu_device_as_rows() -> None:
-    content = AttentionContent(2, 2, 1, 1, "uint8")
+    content = AttentionContent(2, 2, 1, 1, "float8_e4m3fn")
     device = packed(content, "LHBNC", 0, False, 1, 0, range(1))
     truth = truth_of(content, 1)
     device.put(1, truth)
@@ -333,3 +337,48 @@ def test_a_cache_is_seen_by_a_cpu_device_as_rows() -> None:
     assert rows[1, :4].tobytes() == truth[0, 0].tobytes()
     with pytest.raises(Malformed, match="leaves an allocation"):
         cache.view(device.bytes()[0][:-1])
+
+
+def test_tags_say_what_the_bytes_mean() -> None:
+    assert AttentionContent(8, 16, 128, 64, "bfloat16").tag == "kv-packed/bfloat16/128+64"
+    assert AttentionContent(1, 64, 576, 0, "bfloat16").tag == "latent/bfloat16/576"
+    assert (
+        AttentionContent(1, 64, 656, 0, "uint8", "fp8_ds_mla").tag == "latent/uint8/656/fp8_ds_mla"
+    )
+    assert OpaqueContent("cpu-attn/amx", 8, 4096, 16).tag == "opaque/cpu-attn/amx/4096"
+
+
+@pytest.mark.parametrize(
+    "wrote", ["LHBNC", "BLNHC, padded", "BHLNC", "split HND all layers", "tpu"]
+)
+def test_a_cpu_device_copies_what_the_oracle_says(wrote: str) -> None:
+    """TP 2 stores in some form, TP 1 loads head-major rows, both through a real device."""
+    content = AttentionContent(4, 3, 5, 5, "bfloat16")
+    group = content.group(7, "full", ["a", "b"])
+    truth = truth_of(content, 2)
+    region = np.zeros(group.page_bytes + 11, dtype=np.uint8)
+    copies = [Copy(7, np.array([1]), np.array([11]))]
+
+    def transfer(form: str, ranks: Ranks, load: bool) -> None:
+        for rank in range(ranks.tp):
+            device = makers(content)[form](ranks.tp, rank, range(2))
+            want = makers(content)[form](ranks.tp, rank, range(2))
+            want.put(1, local_of(truth)(ranks.tp, rank, range(2)))
+            if not load:
+                device.put(1, local_of(truth)(ranks.tp, rank, range(2)))
+            pages = device.pages(ranks.tp)
+            runs = plan_rank(group, ranks, 0, rank, pages)
+            caches = [c.view(device.bytes()[c.buffer]) for c in pages.caches]
+            with closing(CpuDevice()) as cpu:
+                cpu.register_caches(caches, {7: runs.load}, {7: group.page_bytes}, {7: runs.store})
+                cpu.attach(memoryview(region))
+                (cpu.load if load else cpu.store)(1, copies)
+                cpu.wait([1], 10)
+                [result] = cpu.finished()
+            assert result.error is None
+            for got, expected in zip(device.bytes(), want.bytes(), strict=True):
+                np.testing.assert_array_equal(got, expected)
+
+    transfer(wrote, Ranks(2, (range(2),)), load=False)
+    np.testing.assert_array_equal(region[11:], page_of(truth))
+    transfer("LBHNC", Ranks(1, (range(2),)), load=True)

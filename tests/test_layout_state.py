@@ -106,7 +106,7 @@ def test_fields_of_the_known_kinds() -> None:
         ("conv_c", 2, 128 * 3 * 2),
         ("ssm", 8, 64 * 128 * 4),
     ]
-    assert mamba2.tag == "state-mamba2/conv-sd/bfloat16/float32"
+    assert mamba2.tag == "state-mamba2/conv-sd/bfloat16/dim.state/float32"
     gdn = StateContent.delta_net(16, 32, 128, 128, 4, "bfloat16", "float32", "DS")
     assert [(f.name, f.units) for f in gdn.fields()] == [
         ("conv_q", 16),
@@ -114,7 +114,7 @@ def test_fields_of_the_known_kinds() -> None:
         ("conv_v", 32),
         ("ssm", 32),
     ]
-    assert gdn.tag == "state-gdn/conv-ds/bfloat16/float32"
+    assert gdn.tag == "state-gdn/conv-ds/bfloat16/v.k/float32"
 
 
 def test_a_state_in_its_own_order_is_copied_in_rows() -> None:
@@ -187,4 +187,4 @@ def test_what_can_not_be_a_state_is_refused() -> None:
     with pytest.raises(Malformed, match="shards is 3"):
         StateContent.mamba1(16, 2, 4, "bfloat16", "float32", 3)
     with pytest.raises(Malformed, match="empty or negative"):
-        StateContent("x", (Projection("a", 1, 0),), 3, 1, 1, "bfloat16", "float32").fields()
+        StateContent("x", (Projection("a", 1, 0),), 3, 1, 1, "bfloat16", "float32", "y").fields()

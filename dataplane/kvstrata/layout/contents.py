@@ -49,8 +49,8 @@ class AttentionContent:
     """A unit is one KV head: [tokens][key elements | value elements].
 
     `heads` is over all ranks. A latent (MLA, or an indexer's keys) is one head whose `value` is 0,
-    and `key` all its elements: latent and rotary part together. fp8 latents with scales inside are
-    `uint8` cells of as many bytes.
+    and `key` all its elements: latent and rotary part together. Cells with scales inside are
+    `uint8` of as many bytes, and `scheme` names what they mean (fp8_ds_mla, int8_per_token_head).
     """
 
     heads: int
@@ -58,6 +58,7 @@ class AttentionContent:
     key: int
     value: int
     dtype: str
+    scheme: str = ""
 
     @property
     def cell_bytes(self) -> int:
@@ -66,12 +67,15 @@ class AttentionContent:
 
     @property
     def tag(self) -> str:
-        what = f"kv-packed/{self.dtype}/{self.key}+{self.value}"
-        return what if self.value else f"latent/{self.dtype}/{self.key}"
+        sizes = f"{self.key}+{self.value}" if self.value else f"{self.key}"
+        parts = ["kv-packed" if self.value else "latent", self.dtype, sizes, self.scheme]
+        return "/".join(part for part in parts if part)
 
     def fields(self) -> tuple[Field, ...]:
         if min(self.heads, self.tokens, self.key) < 1 or self.value < 0:
             raise Malformed(f"heads, tokens and key must be at least 1, value at least 0: {self}")
+        if self.dtype in ("int8", "uint8") and not self.scheme:
+            raise Malformed(f"dtype is {self.dtype}: name the scheme that says what its bytes mean")
         return (Field("kv", self.heads, self.tokens * self.cell_bytes),)
 
     def group(
@@ -145,7 +149,8 @@ class StateContent:
 
     `projections` in the order in which the convolution state keeps them, each over `steps` tokens
     (kernel - 1, and the speculative ones), units in `order`. The recurrent state is
-    [heads][state elements] and comes last.
+    [heads][state elements] and comes last. `interior` names the order of a head's elements: two
+    kernels that transpose them have equal sizes, and must not have equal tags.
     """
 
     name: str
@@ -155,6 +160,7 @@ class StateContent:
     state: int
     conv_dtype: str
     state_dtype: str
+    interior: str
     order: ConvOrder = "SD"
 
     @classmethod
@@ -174,7 +180,15 @@ class StateContent:
         channels = intermediate // shards
         x = Projection("conv_x", shards, channels)
         return cls(
-            "mamba1", (x,), kernel - 1, shards, channels * state, conv_dtype, state_dtype, order
+            "mamba1",
+            (x,),
+            kernel - 1,
+            shards,
+            channels * state,
+            conv_dtype,
+            state_dtype,
+            "channel.state",
+            order,
         )
 
     @classmethod
@@ -196,7 +210,15 @@ class StateContent:
             Projection("conv_c", groups, state),
         )
         return cls(
-            "mamba2", parts, kernel - 1, heads, head_dim * state, conv_dtype, state_dtype, order
+            "mamba2",
+            parts,
+            kernel - 1,
+            heads,
+            head_dim * state,
+            conv_dtype,
+            state_dtype,
+            "dim.state",
+            order,
         )
 
     @classmethod
@@ -211,8 +233,9 @@ class StateContent:
         state_dtype: str,
         order: ConvOrder = "SD",
         name: str = "gdn",
+        interior: str = "v.k",
     ) -> StateContent:
-        """Gated delta net and KDA: q and k by key heads, v by value heads, [value heads][v][k]."""
+        """Gated delta net and KDA: q and k by key heads, v and the state by value heads."""
         parts = (
             Projection("conv_q", key_heads, key_dim),
             Projection("conv_k", key_heads, key_dim),
@@ -226,12 +249,14 @@ class StateContent:
             value_dim * key_dim,
             conv_dtype,
             state_dtype,
+            interior,
             order,
         )
 
     @property
     def tag(self) -> str:
-        return f"state-{self.name}/conv-{self.order.lower()}/{self.conv_dtype}/{self.state_dtype}"
+        conv = f"conv-{self.order.lower()}/{self.conv_dtype}"
+        return f"state-{self.name}/{conv}/{self.interior}/{self.state_dtype}"
 
     def fields(self) -> tuple[Field, ...]:
         counts = [self.steps, self.heads, self.state, len(self.projections)]

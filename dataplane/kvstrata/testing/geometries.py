@@ -167,9 +167,11 @@ def _deepseek_v4() -> ModelGeometry:
         *_assumed(tokens_per_block=256),
     )
     c4, c128 = _names(range(2, 43, 2)), _names(range(3, 43, 2))
-    cell = 584  # fp8_ds_mla: scales inside the cell
-    window = AttentionContent(1, 64, cell, 0, "uint8")
-    rows4, rows128 = (AttentionContent(1, n, cell, 0, "uint8") for n in (256 // 4, 256 // 128))
+    cell, scheme = 584, "fp8_ds_mla"
+    window = AttentionContent(1, 64, cell, 0, "uint8", scheme)
+    rows4, rows128 = (
+        AttentionContent(1, n, cell, 0, "uint8", scheme) for n in (256 // 4, 256 // 128)
+    )
     keys = _indexer(256 // 4, 128)
     # The compressor's running sums: values and scores in float32, two halves where they overlap.
     state4 = AttentionContent(1, 4, 2 * 2 * 512, 0, "float32")
@@ -228,7 +230,9 @@ def _glm53_flash() -> ModelGeometry:
     linear = [i for i in range(45) if i % 4 != 3]
     latent = AttentionContent(1, 64, 512, 0, "bfloat16")
     keys = _indexer(64, 128)
-    kda = StateContent.delta_net(64, 64, 128, 128, 4, "bfloat16", "float32", name="kda")
+    kda = StateContent.delta_net(
+        64, 64, 128, 128, 4, "bfloat16", "float32", name="kda", interior="vllm"
+    )
     return ModelGeometry(
         "zai-org/GLM-5.3-Flash",
         figures,
