@@ -94,6 +94,10 @@ def small(part: LayerGroup) -> tuple[Any, MakeDevice, MakeDevice, Callable[..., 
     there, here = makers["LBNHC"], makers["tpu latent" if content.heads == 1 else "tpu"]
     if content.dtype == "float32":
         here = makers["BLHNC, padded"]
+    if content.scheme:  # FlashMLA aligns pages to 576 bytes: 37376 become 37440
+        there = partial(
+            attention.packed, content, "BLHNC", -content.tokens * content.key % 576, False
+        )
     cells = attention.truth_of(content, 2)
     return few, there, here, attention.local_of(cells), attention.page_of(cells)
 
