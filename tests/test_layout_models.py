@@ -34,7 +34,7 @@ GROUPS = {f"{g.model} {p.group.id} {p.group.kind}": p for g in GEOMETRIES for p 
 
 
 def tensor(shape: tuple[int, ...], element: int, buffer: int) -> Tensor:
-    strides = dense("x" * len(shape), shape, element)
+    strides = dense(shape, element)
     return Tensor(shape, strides, element, shape[0] * strides[0], buffer=buffer)
 
 

@@ -119,12 +119,12 @@ def _apart(a: Cache, b: Cache) -> bool:
     return a.row_bytes <= distance <= stride - b.row_bytes
 
 
-def dense(order: str, sizes: Sequence[int], element: int) -> tuple[int, ...]:
+def dense(shape: Sequence[int], element: int) -> tuple[int, ...]:
     """Byte strides of axes in memory order, outermost first, without gaps."""
     strides = [element]
-    for size in reversed(sizes[1:]):
+    for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)
-    return tuple(reversed(strides[: len(order)]))
+    return tuple(reversed(strides))
 
 
 def certify(tensor: Tensor, what: str, element: int, axes: Sequence[Axis]) -> int:

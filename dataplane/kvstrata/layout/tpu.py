@@ -38,7 +38,7 @@ class TpuPacked:
         lanes = _align(content.key, LANES) if not shared else LANES
         rows = heads if shared else 2 * heads
         inner = (content.tokens, -(-rows // pack), pack, lanes)
-        strides = dense("BNRPD", (1, *inner), element)
+        strides = dense((1, *inner), element)
         names = ("blocks", "tokens", "heads / pack", "pack", "lanes")
         axes = [Axis(n, s, b) for n, s, b in zip(names, (0, *inner), strides, strict=True)]
         block, token, _, row, _ = strides
@@ -68,7 +68,7 @@ class TpuLatent:
         element = element_bytes(content.dtype)
         pack, lanes = 4 // element, _align(content.key, LANES)
         inner = (-(-content.tokens // pack), pack, lanes)
-        strides = dense("BNPD", (1, *inner), element)
+        strides = dense((1, *inner), element)
         names = ("blocks", "tokens / pack", "pack", "lanes")
         axes = [Axis(n, s, b) for n, s, b in zip(names, (0, *inner), strides, strict=True)]
         caches = []
