@@ -447,8 +447,7 @@ class HostTier:
     def _allocate(self, sizes: Sequence[int]) -> list[int]:
         """Offsets for `sizes`, evicting idle chunks as needed; `NO_ROOM` where that fails."""
         offsets: list[int] = []
-        for nbytes, run in itertools.groupby(sizes):
-            count = sum(1 for _ in run)
+        for nbytes, count in _runs(sizes):
             got = self.slots.allocate_many(nbytes, count)
             if len(got) < count:
                 self._make_room(nbytes, count - len(got))
@@ -501,3 +500,10 @@ class HostTier:
         lease.held.clear()
         if not lease.busy:
             self._leases.pop((lease.owner, lease.id), None)
+
+
+def _runs(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Equal sizes in a row, and how many. A batch mostly has one."""
+    if sizes and sizes.count(sizes[0]) == len(sizes):
+        return [(sizes[0], len(sizes))]
+    return [(nbytes, len(list(run))) for nbytes, run in itertools.groupby(sizes)]

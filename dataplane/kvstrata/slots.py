@@ -119,18 +119,16 @@ class Slots:
 
     def free_many(self, offsets: Iterable[int]) -> None:
         """`free` for each."""
-        held = self._held
-        nbytes = 0
+        pop = self._held.pop
+        slab: Slab | None = None
         for offset in offsets:
-            slab = held.pop(offset)
-            free = slab.free
-            free.append(offset)
-            nbytes += slab.size
-            if len(free) == slab.slots:
-                self._give_back(slab)
-            elif len(free) == 1:
-                self._partial.setdefault(slab.size, {})[slab] = None
-        self.used -= nbytes
+            mine = pop(offset)
+            if mine is not slab:
+                self._settle(slab)
+                slab = mine
+            mine.free.append(offset)
+            self.used -= mine.size
+        self._settle(slab)
 
     def _carve(self, size: int) -> Slab | None:
         slots = max(1, self.slab_bytes // size)
@@ -140,11 +138,17 @@ class Slots:
             offset = self._pool.take(slots * size) if slots else None
         return None if offset is None else Slab(offset, size, slots)
 
-    def _give_back(self, slab: Slab) -> None:
-        partial = self._partial.get(slab.size, {})
+    def _settle(self, slab: Slab | None) -> None:
+        """After slots of a slab were freed: it has some to give, or is empty and ends."""
+        if slab is None:
+            return
+        partial = self._partial.setdefault(slab.size, {})
+        if len(slab.free) < slab.slots:
+            partial[slab] = None
+            return
         partial.pop(slab, None)
         if not partial:
-            self._partial.pop(slab.size, None)
+            del self._partial[slab.size]
         self._pool.give(slab.offset, slab.nbytes)
 
 

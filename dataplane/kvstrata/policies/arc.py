@@ -62,11 +62,9 @@ class Arc(Policy):
                 self._frequent.take(key)
 
     def evict(self, keys: Sequence[Key]) -> None:
-        for key in keys:
-            if (nbytes := self._recent.take(key)) is not None:
-                self._ghosts_of_recent.put(key, nbytes)
-            elif (nbytes := self._frequent.take(key)) is not None:
-                self._ghosts_of_frequent.put(key, nbytes)
+        others = self._recent.move(keys, self._ghosts_of_recent)
+        self._frequent.move(others, self._ghosts_of_frequent)
+        self._trim()
 
     def victims(self) -> Iterator[Key]:
         recent, left = iter(self._recent.items()), self._recent.nbytes

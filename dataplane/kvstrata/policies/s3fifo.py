@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 
 from kvstrata.keys import Key
 from kvstrata.policies.base import Policy
@@ -33,7 +32,7 @@ class S3Fifo(Policy):
         self._main = Sized()
         self._ghosts = Sized()
         self._uses: dict[Key, int] = {}
-        self._passed: list[Key] = []
+        self._passed: tuple[list[Key], list[Key]] = [], []
 
     def insert(self, keys: Sequence[Key], nbytes: int, after: Sequence[Key] = ()) -> None:
         uses, ghosts = self._uses, self._ghosts
@@ -59,52 +58,56 @@ class S3Fifo(Policy):
 
     def remove(self, keys: Sequence[Key]) -> None:
         for key in keys:
-            self._take(key)
+            if self._uses.pop(key, None) is not None and self._small.take(key) is None:
+                self._main.take(key)
 
     def evict(self, keys: Sequence[Key]) -> None:
         if not keys:
             return
-        take, put = self._take, self._ghosts.put
         for key in keys:
-            nbytes = take(key)
-            if nbytes is not None:
-                put(key, nbytes)
+            self._uses.pop(key, None)
+        self._main.move(self._small.move(keys, self._ghosts), self._ghosts)
         # As much as `main` may hold.
         self._ghosts.trim(self.capacity * (1 - _SMALL))
-        uses, small, main = self._uses, self._small, self._main
-        for key in self._passed:
-            if (nbytes := small.take(key)) is not None:
-                uses[key] = 0
-                main.put(key, nbytes)
-            elif key in main:
-                uses[key] -= 1
-                main.move_to_end(key)
-        self._passed = []
+        self._turn()
 
     def victims(self) -> Iterator[Key]:
         uses = self._uses
-        passed = self._passed = []
+        small_passed, main_passed = self._passed = [], []
         small, left = iter(self._small.items()), self._small.nbytes
         most = self.capacity * _SMALL
         if left > most:
             for key, nbytes in small:
                 if uses[key]:
-                    passed.append(key)
+                    small_passed.append(key)
                 else:
                     yield key
                 left -= nbytes
                 if left <= most:
                     break
-        for key in chain(self._main, (key for key, _ in small)):
+        for key in self._main:
             if uses[key]:
-                passed.append(key)
+                main_passed.append(key)
             else:
                 yield key
-        # All are used: `small` goes into `main`, and that round until uses are used up.
-        yield from sorted(passed, key=lambda key: 1 if key in self._small else uses[key])
+        for key, _ in small:
+            if uses[key]:
+                small_passed.append(key)
+            else:
+                yield key
+        # All others are used. Those of `small` would enter `main` with no use left.
+        yield from small_passed
+        yield from sorted(main_passed, key=uses.__getitem__)
 
-    def _take(self, key: Key) -> int | None:
-        if self._uses.pop(key, None) is None:
-            return None
-        nbytes = self._small.take(key)
-        return self._main.take(key) if nbytes is None else nbytes
+    def _turn(self) -> None:
+        """What the last walk passed over goes into `main`, or round in it."""
+        uses, main = self._uses, self._main
+        small_passed, main_passed = self._passed
+        self._passed = [], []
+        promoted = [key for key in small_passed if key in uses]
+        uses.update(dict.fromkeys(promoted, 0))
+        self._small.move(promoted, main)
+        for key in main_passed:
+            if key in main and uses[key]:
+                uses[key] -= 1
+                main.move_to_end(key)

@@ -34,13 +34,24 @@ class Sized(OrderedDict[Key, int]):
             self.nbytes -= nbytes
         return nbytes
 
-    def take_oldest(self) -> tuple[Key, int]:
-        """Remove the oldest key; it and its bytes."""
-        key, nbytes = self.popitem(last=False)
-        self.nbytes -= nbytes
-        return key, nbytes
+    def move(self, keys: Sequence[Key], to: Sized) -> list[Key]:
+        """Those of the keys that are here become the youngest of `to`; the others."""
+        others = []
+        moved = 0
+        for key in keys:
+            nbytes = self.pop(key, None)
+            if nbytes is None:
+                others.append(key)
+            else:
+                to[key] = nbytes
+                moved += nbytes
+        self.nbytes -= moved
+        to.nbytes += moved
+        return others
 
     def trim(self, most: float) -> None:
         """Remove the oldest until at most `most` bytes are left."""
-        while self.nbytes > most:
-            self.take_oldest()
+        nbytes = self.nbytes
+        while nbytes > most:
+            nbytes -= self.popitem(last=False)[1]
+        self.nbytes = nbytes
