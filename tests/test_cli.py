@@ -212,7 +212,9 @@ def test_every_kind_of_flag() -> None:
         (["--host.capacity"], "expected one argument"),
         (["--config"], "expected one argument"),
         (["--config", "/no/such/file.toml"], "settings file /no/such/file.toml does not exist"),
-        (["--tiers", "not json"], "tiers"),
+        (["--config", "/"], "settings file / is not a file"),
+        (["--tiers", "not json"], "tiers.0: must be a table"),
+        (["--tiers", "[{"], "lists and tables are written as JSON"),
         (["--tiers", '[{"root": "/x"}]'], "type"),
     ],
 )
@@ -239,6 +241,19 @@ def test_a_wrong_file_is_told(text: str, told: str, tmp_path: Path) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match=told):
         node_settings("--config", str(file))
+
+
+def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not TOML: it must be UTF-8 text"):
+        node_settings("--config", str(file))
+
+
+def test_lists_in_the_environment_are_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTRATA_NODE_TIERS", "fs")
+    with pytest.raises(ConfigError, match=r'"tiers".*: lists and tables are written as JSON'):
+        node_settings()
 
 
 def test_secrets_are_not_repeated() -> None:

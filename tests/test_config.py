@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from kvstrata.config import NodeSettings, ServerSettings, TierSettings, parse_seconds, run_dir
+from kvstrata.config import (
+    NodeSettings,
+    ServerSettings,
+    TierSettings,
+    parse_seconds,
+    run_dir,
+    what_is_wrong,
+)
 from kvstrata.errors import ConfigError
 
 
@@ -159,6 +166,55 @@ def test_sockets_live_in_the_run_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert NodeSettings(socket=Path("/x.sock")).socket_path == Path("/x.sock")
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert run_dir().name.startswith("kvstrata-")
+
+
+def test_a_socket_fits_the_kernel() -> None:
+    # 108 bytes with the final zero, and `.life` is appended for the lifelines.
+    NodeSettings(socket=Path("/" + "s" * 101)).socket_path  # noqa: B018
+    with pytest.raises(ConfigError, match="choose a shorter path"):
+        NodeSettings(socket=Path("/" + "s" * 102)).socket_path  # noqa: B018
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:99999", "127.0.0.1:"])
+def test_addresses_are_checked(address: str) -> None:
+    with pytest.raises(ValidationError, match="write host:port"):
+        NodeSettings(metrics=address)
+    with pytest.raises(ValidationError, match="write host:port"):
+        ServerSettings(listen=address)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"host": {"capcity": 1}}, "host.capcity: there is no such setting"),
+        ({"host": {"capacity": "64gigs"}}, "host.capacity: is not a size: write 64GiB, "),
+        ({"host": {"capacity": "-1"}}, "500MB or a number of bytes, got '-1'"),
+        ({"host": {"lease_ttl": "soon"}}, "host.lease_ttl: 'soon' is not a time: write 30s, "),
+        ({"tiers": [{"root": "/x"}]}, "tiers.0.type: this must be set"),
+        ({"tiers": "fs"}, "tiers: must be a list, in flags and the environment a JSON list"),
+        ({"tiers": ["fs"]}, "tiers.0: must be a table, in flags and the environment a JSON"),
+        ({"id": 1, "metrics": "x"}, "id: Input should be a valid string, got 1; metrics: "),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(values: dict[str, object], told: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        NodeSettings.model_validate(values)
+    assert told in what_is_wrong(caught.value)
+    assert "\n" not in what_is_wrong(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"control": {"tokn": "hush"}},
+        {"control": {"token": ["hush"]}},
+        {"peers": {"secret": {"is": "hush"}}},
+    ],
+)
+def test_what_is_wrong_keeps_secrets_even_misspelt(values: dict[str, object]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        NodeSettings.model_validate(values)
+    assert "hush" not in what_is_wrong(caught.value)
 
 
 def test_secrets_are_not_printed() -> None:

@@ -4,7 +4,7 @@ A value is looked for in the flags, then the environment (`KVSTRATA_NODE_HOST__C
 `host.capacity` of a node), then the file, then the default. Sizes and times are human
 (`64GiB`, `30s`); an unknown name is an error: a `ConfigError` where pydantic would not see it
 (a file that is absent, a table or a variable that belongs to nothing), else its
-`ValidationError`.
+`ValidationError`, which `what_is_wrong` tells in one line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -25,11 +33,22 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from kvstrata.addresses import split_address
 from kvstrata.errors import ConfigError
 
-__all__ = ["NodeSettings", "ServerSettings", "TierSettings", "parse_seconds", "run_dir"]
+__all__ = [
+    "NodeSettings",
+    "ServerSettings",
+    "TierSettings",
+    "parse_seconds",
+    "run_dir",
+    "what_is_wrong",
+]
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+# What the kernel takes (108 with a final zero), less the suffix of a lifeline's socket.
+_MOST_SOCKET = 107 - len(".life")
 
 _TABLES = frozenset({"node", "server"})
 # What Kubernetes puts into the environment for a Service that is called like our prefix.
@@ -49,6 +68,44 @@ def parse_seconds(value: Any) -> Any:
 
 
 Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0, allow_inf_nan=False)]
+
+
+def _address(value: str) -> str:
+    """`host:port` or nothing."""
+    if value:
+        try:
+            split_address(value)
+        except ConfigError as e:
+            raise ValueError(str(e)) from e
+    return value
+
+
+Listen = Annotated[str, AfterValidator(_address)]
+
+# Where pydantic's own words don't say what to write.
+_SIZE = "is not a size: write 64GiB, 500MB or a number of bytes"
+_ADVICE = {
+    "extra_forbidden": "there is no such setting",
+    "byte_size": _SIZE,
+    "byte_size_unit": _SIZE,
+    "missing": "this must be set",
+    "model_type": "must be a table, in flags and the environment a JSON object",
+    "list_type": "must be a list, in flags and the environment a JSON list",
+}
+_SECRET = re.compile(r"token|secret|password|key", re.IGNORECASE)
+
+
+def what_is_wrong(error: ValidationError) -> str:
+    """Setting by setting, on one line, without the value of what may be a secret."""
+    parts = []
+    for wrong in error.errors(include_url=False):
+        name = ".".join(str(part) for part in wrong["loc"])
+        told = _ADVICE.get(wrong["type"]) or wrong["msg"].removeprefix("Value error, ")
+        # A name that is no setting may be that of a secret, misspelt; our own errors quote.
+        quiet = wrong["type"] in ("missing", "extra_forbidden", "value_error")
+        given = "" if quiet or _SECRET.search(name) else f", got {wrong['input']!r:.200}"
+        parts.append(f"{name}: {told}{given}" if name else told)
+    return "; ".join(parts)
 
 
 def run_dir() -> Path:
@@ -126,7 +183,9 @@ class ControlSettings(_Section):
     token: str = Field(default="", repr=False)
     """Bearer token with the role `node`."""
     report_interval: Seconds = 0.1
+    """How often placements that changed are reported."""
     heartbeat_interval: Seconds = 2.0
+    """Well below `heartbeat_ttl` of the server."""
 
 
 class _Settings(BaseSettings):
@@ -179,14 +238,16 @@ def _check_environment(prefix: str, schema: type[BaseSettings]) -> None:
             raise ConfigError(f"{name} sets nothing: after {prefix} comes one of {known}")
 
 
+def _host_name() -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "node"
+
+
 class NodeSettings(_Settings):
     """A node: the region and the tiers of one host."""
 
     model_config = SettingsConfigDict(env_prefix="KVSTRATA_NODE_", title="node")
 
-    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = Field(
-        default_factory=lambda: re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "node"
-    )
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = Field(default_factory=_host_name)
     """Name of this node in the cluster; by default the host name."""
     socket: Path | None = None
     """Unix socket for engines; by default `<run dir>/<id>.sock`."""
@@ -195,14 +256,21 @@ class NodeSettings(_Settings):
     """Secondary tiers, in the order they are asked."""
     peers: PeerSettings = PeerSettings()
     control: ControlSettings = ControlSettings()
-    metrics: str = ""
+    metrics: Listen = ""
     """`host:port` of the Prometheus endpoint; empty: none."""
     exit_with_stdin: bool = False
     """End when standard input closes: how a private node ends with its engine."""
 
     @property
     def socket_path(self) -> Path:
-        return self.socket or run_dir() / f"{self.id}.sock"
+        """Raises `ConfigError` if the kernel takes no path as long as that."""
+        path = self.socket or run_dir() / f"{self.id}.sock"
+        if len(os.fsencode(path)) > _MOST_SOCKET:
+            raise ConfigError(
+                f"`socket` {path} has more than the {_MOST_SOCKET} bytes that a Unix socket may "
+                "have: choose a shorter path"
+            )
+        return path
 
 
 class ServerSettings(_Settings):
@@ -210,7 +278,7 @@ class ServerSettings(_Settings):
 
     model_config = SettingsConfigDict(env_prefix="KVSTRATA_SERVER_", title="server")
 
-    listen: str = "127.0.0.1:7800"
+    listen: Listen = "127.0.0.1:7800"
     """`host:port`. Anything but loopback requires a token."""
     database: str = "sqlite+aiosqlite:///kvstrata.sqlite"
     """SQLAlchemy URL with an async driver. Migrations are applied at start."""

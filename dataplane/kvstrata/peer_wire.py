@@ -29,6 +29,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from kvstrata.addresses import is_loopback
 from kvstrata.errors import ConfigError, Malformed
 
 __all__ = [
@@ -286,10 +287,7 @@ class Address(NamedTuple):
 
     @property
     def loopback(self) -> bool:
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_loopback(self.host)
 
     @property
     def wildcard(self) -> bool:

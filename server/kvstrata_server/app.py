@@ -15,11 +15,12 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
+from kvstrata.addresses import split_address
 from kvstrata.cli.flags import settings_from
 from kvstrata.config import ServerSettings
 from kvstrata.errors import ConfigError
 from kvstrata_server import openapi, problems
-from kvstrata_server.auth import BearerToken, check_exposure, split_address
+from kvstrata_server.auth import BearerToken, check_exposure
 from kvstrata_server.body_limit import BodyLimit
 from kvstrata_server.clock import Clock, steady_clock
 from kvstrata_server.metrics import Timing

@@ -5,39 +5,20 @@ Authentication happens before a request's body is read or its route looked for.
 
 from __future__ import annotations
 
-import ipaddress
 from secrets import compare_digest
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvstrata.addresses import is_loopback, split_address
 from kvstrata.config import ServerSettings
 from kvstrata.errors import ConfigError
 from kvstrata_server.problems import problem
 
-__all__ = ["OPEN_PATHS", "BearerToken", "check_exposure", "is_loopback", "split_address"]
+__all__ = ["OPEN_PATHS", "BearerToken", "check_exposure"]
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 """What a load balancer asks: no token, and nothing in the answers that needs one."""
-
-
-def split_address(listen: str) -> tuple[str, int]:
-    """`host:port`, `[::1]:port` or `:port` as host and port. Raises `ConfigError`."""
-    host, colon, port = listen.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"server.listen is {listen!r}: write host:port, as in 127.0.0.1:7800")
-    return host, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect there."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def check_exposure(settings: ServerSettings) -> None:

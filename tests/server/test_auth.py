@@ -5,7 +5,6 @@ from kvstrata.config import ServerSettings
 from kvstrata.control import ControlPlane
 from kvstrata.errors import ConfigError, PeerRefused
 from kvstrata_server.app import create_app, main
-from kvstrata_server.auth import is_loopback, split_address
 
 
 async def test_a_token_opens_every_route(tmp_path):
@@ -43,23 +42,6 @@ def test_others_may_not_reach_a_server_without_a_token(tmp_path, listen):
     with pytest.raises(ConfigError, match="KVSTRATA_SERVER_TOKEN"):
         create_app(ServerSettings(listen=listen, database=url))
     create_app(ServerSettings(listen=listen, database=url, token="t"))
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True),
-     ("0.0.0.0", False), ("", False), ("::", False), ("host.example", False)],
-)  # fmt: skip
-def test_loopback(host, expected):
-    assert is_loopback(host) is expected
-
-
-def test_addresses():
-    assert split_address("127.0.0.1:80") == ("127.0.0.1", 80)
-    assert split_address("[::1]:80") == ("::1", 80)
-    for wrong in ("127.0.0.1", "host:", "host:http", "host:99999"):
-        with pytest.raises(ConfigError, match="host:port"):
-            split_address(wrong)
 
 
 @pytest.mark.parametrize(

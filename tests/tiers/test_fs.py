@@ -116,8 +116,8 @@ async def opened(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({}, "root: Field required"),
-        ({"root": "x", "capacty": "1GiB"}, "capacty: Extra inputs"),
+        ({}, "root: this must be set"),
+        ({"root": "x", "capacty": "1GiB"}, "capacty: there is no such setting"),
         ({"root": "x", "capacity": "lots"}, "capacity"),
         ({"root": "x", "low_watermark": 0.9, "high_watermark": 0.8}, "low_watermark is above"),
         ({"root": "x", "read_threads": 0}, "read_threads"),

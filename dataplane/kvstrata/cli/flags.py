@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
+from kvstrata.config import what_is_wrong
 from kvstrata.errors import ConfigError
 
 __all__ = ["Parser", "settings_from"]
@@ -68,11 +69,17 @@ def settings_from(schema: type[S], argv: Sequence[str], prog: str) -> S:
             )
             return schema(_cli_settings_source=flags)
         except ValidationError as e:
-            raise ConfigError(f"{_told(e)} (see `{prog} --help`)") from e
+            raise ConfigError(f"{what_is_wrong(e)} (see `{prog} --help`)") from e
         except SettingsError as e:
-            raise ConfigError(f"{e} (see `{prog} --help`)") from e
+            raise ConfigError(
+                f"{e}: lists and tables are written as JSON (see `{prog} --help`)"
+            ) from e
         except tomllib.TOMLDecodeError as e:
             raise ConfigError(f"{os.environ[_FILE]}: {e}") from e
+        except UnicodeDecodeError as e:
+            raise ConfigError(f"{os.environ[_FILE]} is not TOML: it must be UTF-8 text") from e
+        except OSError as e:
+            raise ConfigError(f"{os.environ[_FILE]} can't be read: {e.strerror}") from e
 
 
 @contextmanager
@@ -81,7 +88,8 @@ def _config_file(flag: str | None) -> Iterator[None]:
     before = os.environ.get(_FILE)
     path = flag if flag is not None else before
     if path and not Path(path).is_file():
-        raise ConfigError(f"settings file {path} does not exist")
+        state = "is not a file" if Path(path).exists() else "does not exist"
+        raise ConfigError(f"settings file {path} {state}")
     try:
         if flag is not None:
             os.environ[_FILE] = flag
@@ -91,14 +99,3 @@ def _config_file(flag: str | None) -> Iterator[None]:
             del os.environ[_FILE]
             if before is not None:
                 os.environ[_FILE] = before
-
-
-def _told(error: ValidationError) -> str:
-    """What is wrong, setting by setting, without the value of a secret."""
-    parts = []
-    for wrong in error.errors(include_url=False):
-        name = ".".join(str(part) for part in wrong["loc"])
-        secret = name.endswith(("token", "secret"))
-        given = "" if secret or wrong["type"] == "missing" else f", got {wrong['input']!r}"
-        parts.append(f"{name}: {wrong['msg']}{given}")
-    return "; ".join(parts)

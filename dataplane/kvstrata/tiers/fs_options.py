@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
-from kvstrata.config import Seconds
+from kvstrata.config import Seconds, what_is_wrong
 from kvstrata.errors import ConfigError
 
 __all__ = ["FsOptions"]
@@ -43,8 +43,4 @@ class FsOptions(BaseModel):
         try:
             return cls.model_validate(options)
         except ValidationError as e:
-            wrong = "; ".join(
-                f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']}"
-                for error in e.errors()
-            )
-            raise ConfigError(f"fs tier: {wrong}") from e
+            raise ConfigError(f"fs tier: {what_is_wrong(e)}") from e

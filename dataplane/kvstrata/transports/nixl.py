@@ -32,17 +32,10 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from kvstrata.addresses import is_loopback
 from kvstrata.errors import ConfigError, KVStrataError, LinkBroken, Malformed
 from kvstrata.transports.base import Authorize, Read, Transport
-from kvstrata.transports.nixl_agent import (
-    Agent,
-    Remote,
-    has_rdma,
-    import_nixl,
-    is_loopback,
-    parse,
-    place,
-)
+from kvstrata.transports.nixl_agent import Agent, Remote, has_rdma, import_nixl, parse, place
 from kvstrata.transports.waiting import until_settled
 
 __all__ = ["NixlTransport"]

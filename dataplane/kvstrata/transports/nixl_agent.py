@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import ipaddress
 import logging
 import os
 import uuid
@@ -21,7 +20,7 @@ from msgspec import Meta
 
 from kvstrata.errors import ConfigError, Malformed
 
-__all__ = ["Agent", "Remote", "has_rdma", "import_nixl", "is_loopback", "parse", "place"]
+__all__ = ["Agent", "Remote", "has_rdma", "import_nixl", "parse", "place"]
 
 _VERSION = 1
 _MAX_REMOTES = 256
@@ -58,13 +57,6 @@ def import_nixl() -> Any:
         "transport nixl is not installed: `pip install nixl`, or `pip install --no-deps "
         f"nixl-cu12` on a host without CUDA ({'; '.join(reasons)})"
     )
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def place() -> str:
