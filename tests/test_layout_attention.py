@@ -29,6 +29,7 @@ from kvstrata.layout import (
     TpuPacked,
     element_bytes,
     plan_rank,
+    share_of,
     stage_layers,
 )
 from kvstrata_adapters.devices.base import Copy
@@ -128,6 +129,20 @@ def test_ranks_beyond_the_heads_share_the_writing_and_all_read() -> None:
         sizes.append(sum(x.nbytes * x.count for x in runs.store))
         assert sum(x.nbytes * x.count for x in runs.load) == group.page_bytes // 2
     assert sizes == [group.page_bytes // 8] * 8  # four ranks hold a head, each writes one layer
+
+
+def test_the_proof_does_not_believe_the_election(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If ranks that hold the same bytes all thought that they write them, plan_rank must see it."""
+    group = AttentionContent(2, 4, 2, 2, "bfloat16").group(0, "full", ["a", "b"])
+    pages = makers(AttentionContent(2, 4, 2, 2, "bfloat16"))["LBHNC"](4, 0, range(2)).pages(4)
+    plan_rank(group, Ranks(4, (range(2),)), 0, 0, pages)
+
+    def all_write(units: int, layers: int, rank: int, ranks: int) -> tuple[range, range]:
+        return share_of(units, layers, rank, ranks)[0], range(layers)
+
+    monkeypatch.setattr("kvstrata.layout.plan.share_of", all_write)
+    with pytest.raises(Malformed, match="missing or written twice"):
+        plan_rank(group, Ranks(4, (range(2),)), 0, 0, pages)
 
 
 @pytest.mark.parametrize(
