@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from kvstrata.cli import dispatch, main
-from kvstrata.cli.cluster import size
+from kvstrata.cli.cluster import show, size, table
 from kvstrata.cli.flags import settings_from
 from kvstrata.client import Client
 from kvstrata.config import NodeSettings, ServerSettings
@@ -400,9 +400,11 @@ def test_a_transfer_is_planned_accepted_and_waited_for(ask: Any) -> None:
         (["lookup"], 2, "required: KEY"),
         (["transfer", KEYS[0].hex()], 2, "required: --to"),
         (["transfer", KEYS[0].hex(), "--to", "n", "--hold", "ever"], 2, "'ever' is not a time"),
+        (["transfer", KEYS[0].hex(), "--to", "n", "--deadline", "9d"], 2, "deadline: "),
         (["transfer", KEYS[0].hex(), "--to", "no-such-node"], 1, "no-such-node"),
-        (["lookup", KEYS[0].hex(), "--url", "nonsense"], 2, "must start with http://"),
-        (["lookup", KEYS[0].hex(), "--url", "http://127.0.0.1:9"], 1, "control plane at"),
+        (["lookup", KEYS[0].hex(), "--url", "http://h:port"], 2, "a host and a port"),
+        (["lookup", KEYS[0].hex(), "--url", "nonsense"], 2, "must be http://"),
+        (["lookup", KEYS[0].hex(), "--url", "http://127.0.0.1:9"], 1, "kvstrata server"),
         (["lookup", KEYS[0].hex(), "--token", "wrong"], 1, "--token"),
     ],
 )
@@ -413,6 +415,25 @@ def test_refusals_are_told_in_one_line(
     err = capsys.readouterr().err
     assert told in err
     assert err.count("\n") == 1
+
+
+# ---------------------------------------------------------------- tables
+
+
+def test_nothing_in_a_table_is_cut_or_taken_for_markup(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    rows = table("transfer 0123456789abcdef-0123456789abcdef", "node", ">address")
+    rows.add_row("[/var]:key:", "tcp://127.0.0.1:12345")
+    rows.caption = "1.0 MiB moved"
+    show(rows)
+    title, *body, caption = capsys.readouterr().out.splitlines()
+    assert title == "transfer 0123456789abcdef-0123456789abcdef"
+    assert caption == "1.0 MiB moved"
+    cells = [line.strip("│").split("│") for line in body if line.startswith("│")]
+    columns = ["".join(cell.strip() for cell in column) for column in zip(*cells, strict=True)]
+    assert columns == ["[/var]:key:", "tcp://127.0.0.1:12345"]
 
 
 # ---------------------------------------------------------------- status

@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvstrata.config import (
+    ControlSettings,
     NodeSettings,
     ServerSettings,
     TierSettings,
@@ -215,6 +216,14 @@ def test_what_is_wrong_keeps_secrets_even_misspelt(values: dict[str, object]) ->
     with pytest.raises(ValidationError) as caught:
         NodeSettings.model_validate(values)
     assert "hush" not in what_is_wrong(caught.value)
+
+
+@pytest.mark.parametrize("token", ["smörgås", "two words", "line\n"])
+def test_a_token_is_what_a_header_can_carry(token: str) -> None:
+    for schema in (lambda: ServerSettings(token=token), lambda: ControlSettings(token=token)):
+        with pytest.raises(ValidationError) as caught:
+            schema()
+        assert token not in what_is_wrong(caught.value)
 
 
 def test_secrets_are_not_printed() -> None:

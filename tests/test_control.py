@@ -175,6 +175,19 @@ def test_an_impossible_address_says_what_one_looks_like(url):
         ControlPlane(url)
 
 
+@pytest.mark.parametrize("url", ["http://", "http://h:port", "http://h:99999999", "http://\n"])
+def test_an_address_without_host_or_port_is_one_of_them(url):
+    with pytest.raises(ConfigError, match="a host and a port"):
+        SyncControlPlane(url)
+
+
+@pytest.mark.parametrize("token", ["smörgås", "two words", "line\n"])
+def test_a_token_that_no_header_can_carry_is_not_repeated(token):
+    with pytest.raises(ConfigError, match="printable ASCII") as caught:
+        ControlPlane("http://test", token)
+    assert token not in str(caught.value)
+
+
 def test_httpx_is_imported_only_where_it_is_used():
     code = "import sys, kvstrata.control; sys.exit('httpx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -82,6 +82,9 @@ def _address(value: str) -> str:
 
 Listen = Annotated[str, AfterValidator(_address)]
 
+# What a header can carry.
+Token = Annotated[str, Field(pattern=r"^[!-~]*$", repr=False)]
+
 # Where pydantic's own words don't say what to write.
 _SIZE = "is not a size: write 64GiB, 500MB or a number of bytes"
 _ADVICE = {
@@ -180,7 +183,7 @@ class ControlSettings(_Section):
 
     url: str = ""
     """As in `http://127.0.0.1:7800`; empty: none."""
-    token: str = Field(default="", repr=False)
+    token: Token = ""
     """Bearer token with the role `node`."""
     report_interval: Seconds = 0.1
     """How often placements that changed are reported."""
@@ -282,7 +285,7 @@ class ServerSettings(_Settings):
     """`host:port`. Anything but loopback requires a token."""
     database: str = "sqlite+aiosqlite:///kvstrata.sqlite"
     """SQLAlchemy URL with an async driver. Migrations are applied at start."""
-    token: str = Field(default="", repr=False)
+    token: Token = ""
     """Bearer token that opens every route; empty: no authentication, loopback only."""
     heartbeat_ttl: Seconds = 10.0
     """A node silent for longer is no longer offered."""

@@ -6,6 +6,7 @@ Every call has a timeout. What the server refuses comes back as the error it mea
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
@@ -25,6 +26,8 @@ DEFAULT_TIMEOUT = 10.0
 _CONNECT_TIMEOUT = 3.0
 # Errors may carry a list of what is wrong; nobody reads more of a stranger's text than this.
 _MAX_TEXT = 500
+_TOKEN = re.compile(r"[!-~]*")
+_SET_IT = "set it: KVSTRATA_TOKEN or --token; for a node KVSTRATA_NODE_CONTROL__TOKEN"
 
 R = TypeVar("R", bound=BaseModel)
 
@@ -119,14 +122,29 @@ class _Calls:
         return _Call("GET", "/healthz", api.Health)
 
 
+def _is_address(url: str) -> bool:
+    import httpx
+
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.host) and (parts.port or 0) < 1 << 16
+
+
 class _Client:
     """What both clients share: how a call becomes a request, and an answer a message."""
 
     def __init__(self, url: str, token: str = "", timeout: float = DEFAULT_TIMEOUT) -> None:
-        if not url.startswith(("http://", "https://")):
+        if not _is_address(url):
             raise ConfigError(
-                f"control plane address {url!r} must start with http:// or https://, "
+                f"control plane address {url!r} must be http:// or https://, a host and a port, "
                 "as in http://127.0.0.1:7800"
+            )
+        if not _TOKEN.fullmatch(token):
+            raise ConfigError(
+                "the bearer token has characters that no header can carry: use printable ASCII "
+                "without spaces"
             )
         self.url = url.rstrip("/")
         self._token = token
@@ -172,7 +190,10 @@ class _Client:
         raise _error_of(response)
 
     def _broken(self, error: Exception) -> LinkBroken:
-        return LinkBroken(f"control plane at {self.url}: {type(error).__name__} {error}".rstrip())
+        reason = str(error) or type(error).__name__
+        return LinkBroken(
+            f"control plane at {self.url}: {reason} (does `kvstrata server` run there?)"
+        )
 
 
 def _error_of(response: httpx.Response) -> KVStrataError:
@@ -190,7 +211,7 @@ def _error_of(response: httpx.Response) -> KVStrataError:
         where = ".".join(str(part) for part in first.get("loc", ()))
         message = f"{message}: {where}: {first.get('msg', '')}"
     if problem.status == 401:
-        message = f"{message} (set the bearer token: KVSTRATA_NODE_CONTROL__TOKEN or --token)"
+        message = f"{message} ({_SET_IT})"
     return from_code(problem.code, message)
 
 

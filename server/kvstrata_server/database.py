@@ -50,8 +50,8 @@ class Database:
             self.engine: AsyncEngine = create_async_engine(url)
         except (ArgumentError, InvalidRequestError, NoSuchModuleError, ImportError) as e:
             raise ConfigError(
-                f"server.database: {e}. Write an address with an async driver that is "
-                "installed, as in sqlite+aiosqlite:///kvstrata.sqlite"
+                f"server.database: {str(e).rstrip('.')}. Write an address with an async driver "
+                "that is installed, as in sqlite+aiosqlite:///kvstrata.sqlite"
             ) from e
         self._lock: int | None = None
         backend = self._url.get_backend_name()

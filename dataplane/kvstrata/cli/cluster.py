@@ -5,18 +5,30 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
 from kvstrata.api import from_hex
 from kvstrata.cli.flags import Parser
-from kvstrata.config import parse_seconds
+from kvstrata.config import parse_seconds, what_is_wrong
 from kvstrata.control import SyncControlPlane
 from kvstrata.errors import ConfigError, Malformed
 
-__all__ = ["DEFAULT_URL", "add_server", "connect", "read_keys", "seconds", "show", "size", "table"]
+__all__ = [
+    "DEFAULT_URL",
+    "add_server",
+    "checked",
+    "connect",
+    "read_keys",
+    "seconds",
+    "show",
+    "size",
+    "table",
+]
 
 DEFAULT_URL = "http://127.0.0.1:7800"
 
@@ -57,6 +69,15 @@ def read_keys(words: Sequence[str]) -> list[str]:
     return keys
 
 
+@contextmanager
+def checked() -> Iterator[None]:
+    """Around the making of a request: raises `ConfigError` if its schema does not allow it."""
+    try:
+        yield
+    except ValidationError as e:
+        raise ConfigError(what_is_wrong(e)) from e
+
+
 def seconds(text: str) -> float:
     """A time on the command line: `30s`, `200ms`, `5m`, or plain seconds."""
     try:
@@ -76,16 +97,25 @@ def size(nbytes: int) -> str:
 
 
 def table(title: str, *columns: str) -> Table:
-    """Columns that start with `>` are numbers."""
-    built = Table(title=title, title_justify="left")
+    """Columns that start with `>` are numbers. Show it with `show`."""
+    built = Table(title=title)
     for column in columns:
         built.add_column(
-            column.removeprefix(">"), justify="right" if column.startswith(">") else "left"
+            column.removeprefix(">"),
+            justify="right" if column.startswith(">") else "left",
+            overflow="fold",  # an address cut short is of no use
         )
     return built
 
 
 def show(*tables: Table) -> None:
-    console = Console()
+    """Print them, titles and captions on lines of their own: those may be wider than the table."""
+    # Names and reasons come from others: brackets and colons in them are no markup.
+    console = Console(markup=False, emoji=False, highlight=False)
     for each in tables:
+        title, each.title, caption, each.caption = each.title, None, each.caption, None
+        if title:
+            console.print(title, soft_wrap=True)
         console.print(each)
+        if caption:
+            console.print(caption, soft_wrap=True)

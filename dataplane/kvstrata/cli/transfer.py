@@ -6,7 +6,16 @@ import time
 
 from kvstrata import api
 from kvstrata.api import TransferInfo, TransferState
-from kvstrata.cli.cluster import add_server, connect, read_keys, seconds, show, size, table
+from kvstrata.cli.cluster import (
+    add_server,
+    checked,
+    connect,
+    read_keys,
+    seconds,
+    show,
+    size,
+    table,
+)
 from kvstrata.cli.flags import Parser
 from kvstrata.control import SyncControlPlane
 from kvstrata.errors import Expired
@@ -36,15 +45,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--priority", type=int, default=5, choices=range(10), metavar="0-9")
     add_server(parser)
     options = parser.parse_args(argv)
-    request = api.TransferRequest(
-        target=options.to,
-        keys=read_keys(options.keys),
-        source=options.source,
-        priority=options.priority,
-        deadline=options.deadline,
-        hold=options.hold,
-        dry_run=options.dry_run,
-    )
+    keys = read_keys(options.keys)
+    with checked():
+        request = api.TransferRequest(
+            target=options.to,
+            keys=keys,
+            source=options.source,
+            priority=options.priority,
+            deadline=options.deadline,
+            hold=options.hold,
+            dry_run=options.dry_run,
+        )
     with connect(options) as control:
         info = control.create_transfer(request)
         if options.wait and not options.dry_run:
