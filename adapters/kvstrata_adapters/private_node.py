@@ -1,8 +1,9 @@
 """A node of one engine's own, for when none is configured.
 
-The first process of the engine that needs it starts it, under a lock; the others find it by its
-socket, which is named after the engine. It ends with that process in any case: the kernel closes
-the pipe that is the node's standard input.
+The first process of the engine that needs it starts it; the others find it by its socket, in a
+folder named after the engine. It ends with that process in any case: the kernel closes the pipe
+that is the node's standard input. What a node that was killed has left is removed by the next
+start of any such node.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import socket as sockets
 import subprocess
 import sys
@@ -34,7 +36,7 @@ _END_SECONDS = 10.0
 
 def private_socket(engine: str) -> Path:
     """Where the private node of `engine` listens. Short: socket paths have at most 107 bytes."""
-    return run_dir() / f"own-{hashlib.sha256(engine.encode()).hexdigest()[:16]}.sock"
+    return run_dir() / f"own-{hashlib.sha256(engine.encode()).hexdigest()[:16]}" / "node.sock"
 
 
 class PrivateNode:
@@ -57,16 +59,18 @@ class PrivateNode:
         Raises `ConfigError` if it does not come up within `timeout` seconds.
         """
         socket = private_socket(engine)
-        socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        socket.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         deadline = time.monotonic() + timeout
-        with _locked(socket.with_suffix(".lock"), deadline):
+        with _locked(socket.parent.parent / "own.lock", deadline):
             if _listening(socket):
                 return None
+            _sweep(socket.parent.parent)
+            socket.parent.mkdir(mode=0o700, exist_ok=True)
             # Its messages go where the engine's go.
             process = subprocess.Popen(  # noqa: S603
                 [
                     *(sys.executable, "-m", "kvstrata", "node"),
-                    *("--id", socket.stem),
+                    *("--id", socket.parent.name),
                     *("--socket", str(socket)),
                     *("--host.capacity", str(capacity)),
                     *("--tiers", json.dumps([tier.model_dump(mode="json") for tier in tiers])),
@@ -81,6 +85,7 @@ class PrivateNode:
             node = cls(process, socket)
             while not _listening(socket):
                 if process.poll() is not None:
+                    node.stop()
                     raise ConfigError(
                         f"the engine's own node ended with exit code {process.returncode}: "
                         "see its messages above"
@@ -102,7 +107,14 @@ class PrivateNode:
             _log.warning("the engine's own node does not end: killing it")
             self._process.kill()
             self._process.wait()
-        self.socket.with_suffix(".lock").unlink(missing_ok=True)
+        shutil.rmtree(self.socket.parent, ignore_errors=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the folders of private nodes that are dead. Only under the lock: none is starting."""
+    for own in folder.glob("own-*/"):
+        if not _listening(own / "node.sock"):
+            shutil.rmtree(own, ignore_errors=True)
 
 
 def _listening(socket: Path) -> bool:

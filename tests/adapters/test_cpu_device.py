@@ -145,7 +145,7 @@ def test_an_unexpected_failure_is_reported_too(
 ) -> None:
     device.register_caches(caches(), {0: head_major()}, {0: PAGE})
     device.attach(memoryview(bytearray(PAGE)))
-    monkeypatch.setattr(cpu, "_copy", lambda *_: 1 // 0)
+    monkeypatch.setattr(cpu, "copy_pages", lambda *_: 1 // 0)
     device.store(1, pages([0], [0]))
     device.wait([1], 10)
     assert "ZeroDivisionError" in str(device.finished()[0].error)
@@ -162,8 +162,8 @@ def test_a_job_uses_the_region_attached_when_it_was_given(
     device: CpuDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, first, second = caches(), bytearray(PAGE), bytearray(PAGE)
-    gate, copy = threading.Event(), cpu._copy
-    monkeypatch.setattr(cpu, "_copy", lambda *a: (gate.wait(10), copy(*a))[1])
+    gate, copy = threading.Event(), cpu.copy_pages
+    monkeypatch.setattr(cpu, "copy_pages", lambda *a: (gate.wait(10), copy(*a))[1])
     device.register_caches(source, {0: head_major()}, {0: PAGE})
     device.attach(memoryview(first))
     device.store(1, pages([0], [0]))
@@ -178,14 +178,14 @@ def test_a_job_uses_the_region_attached_when_it_was_given(
 def test_order_within_a_direction_and_independence_between(
     device: CpuDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, copy = threading.Event(), cpu._copy
+    gate, copy = threading.Event(), cpu.copy_pages
 
     def slow_store(*args: object) -> int:
         if args[3]:
             gate.wait(10)
         return copy(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cpu, "_copy", slow_store)
+    monkeypatch.setattr(cpu, "copy_pages", slow_store)
     device.register_caches(caches(), {0: head_major()}, {0: PAGE})
     device.attach(memoryview(bytearray(8 * PAGE)))
     for job in range(1, 9):
@@ -205,16 +205,16 @@ def test_order_within_a_direction_and_independence_between(
 def test_close_ends_what_waits_with_an_error_and_touches_nothing_after(
     device: CpuDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, gate, copy, stop = threading.Event(), threading.Event(), cpu._copy, cpu._Lane.stop
+    begun, gate, copy, stop = threading.Event(), threading.Event(), cpu.copy_pages, cpu.Lane.stop
 
     def held(*args: object) -> int:
         begun.set()
         gate.wait(10)
         return copy(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cpu, "_copy", held)
+    monkeypatch.setattr(cpu, "copy_pages", held)
     # The first copy goes on only once close() has begun.
-    monkeypatch.setattr(cpu._Lane, "stop", lambda lane: (gate.set(), stop(lane)))
+    monkeypatch.setattr(cpu.Lane, "stop", lambda lane: (gate.set(), stop(lane)))
     region = bytearray(2 * PAGE)
     device.register_caches(caches(), {0: head_major()}, {0: PAGE})
     device.attach(memoryview(region))

@@ -10,7 +10,6 @@ they run in the order of the file.
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import tempfile
@@ -30,6 +29,7 @@ from vllm_processes import (
     keys_of,
     make_model,
     make_prompt,
+    make_windowed_model,
     read_chunks,
     start,
     tier,
@@ -84,13 +84,15 @@ class Site:
         self.chunks: list[bytes] = []
         self.keys: list[Key] = []
 
-    def run(self, name: str, node: Node | None = None, **options: Any) -> Engine:
+    def run(
+        self, name: str, node: Node | None = None, model: Path | None = None, **options: Any
+    ) -> Engine:
         """The engine of this name, started if it does not run; another one is ended first."""
         if self.engine is None or self.engine.name != name:
             if self.engine is not None:
                 self.engine.quit()
             where = {"node": str((node or self.node).socket)}
-            self.engine = Engine(self.folder, self.model, name, where, **options)
+            self.engine = Engine(self.folder, model or self.model, name, where, **options)
         return self.engine
 
     def close(self) -> None:
@@ -169,6 +171,24 @@ def test_a_after_the_device_cache_is_reset(site: Site) -> None:
     blocks = [[bytes.fromhex(block) for block in layer] for layer in rank]
     pages = {canonical(blocks, [number]) for number in range(len(blocks[0]))}
     assert set(site.chunks) <= pages
+
+
+def test_the_text_depends_on_the_bytes(site: Site) -> None:
+    # What shows that the comparisons of this file can fail.
+    engine = site.run("first")
+    hit = engine.generate(PROMPT)
+    with site.node.connect("first") as client:
+        found = client.lookup(site.keys)
+        view = client.region.view
+        view[found.offsets[3] : found.offsets[3] + 4096] = bytes(4096)
+        client.release(found.lease)
+        engine.reset()
+        wrong = engine.generate(PROMPT)
+        assert wrong["cached"] == hit["cached"]
+        assert wrong["logprobs"] != hit["logprobs"]
+        empty(client, "host")
+        engine.reset()
+        same(engine.generate(PROMPT), hit)
 
 
 def test_many_requests_at_once_get_their_own_bytes(site: Site) -> None:
@@ -339,8 +359,39 @@ def test_two_ranks_and_one_share_chunks(site: Site) -> None:
         )
 
 
+def test_layers_with_windows_are_groups_of_their_own(site: Site) -> None:
+    model = make_windowed_model(site.folder / "tiny-gemma")
+    engine = site.run("windows", model=model, device_blocks=400)
+    engine.generate(PROMPT)
+    with site.node.connect("windows") as client:
+        assert client.namespace is not None
+        kinds = [group.kind for group in client.namespace.groups]
+        assert sorted(kinds) == ["full"] + ["sliding_window"] * 5
+        full = kinds.index("full")
+        keys = keys_of(engine, client, PROMPT, group=full)
+        eventually(lambda: len(read_chunks(client, keys, wait=0)) == CHUNKS)
+        hit = engine.generate(PROMPT)
+        engine.reset()
+        same(engine.generate(PROMPT), hit)
+        eventually(lambda: len(list(site.node.files.rglob("*.kv"))) >= tier(client, "host").chunks)
+        empty(client, "host")
+        engine.reset()
+        same(engine.generate(PROMPT), hit)
+
+
+def test_the_scheduler_of_an_idle_engine_rests(site: Site) -> None:
+    engine = site.engine
+    assert engine is not None
+    engine.generate(PROMPT)
+    before = engine.process.cpu_seconds("VLLM::EngineCor")
+    assert before > 0
+    time.sleep(2)
+    assert engine.process.cpu_seconds("VLLM::EngineCor") - before < 0.3
+
+
 def test_an_engine_without_a_node_starts_its_own(folder: Path, model: Path) -> None:
     run = folder / "run"
+    prompt = PROMPT[: CHUNKS // 2 * 2 * BLOCK + 5]
     engine = Engine(
         folder,
         model,
@@ -350,26 +401,16 @@ def test_an_engine_without_a_node_starts_its_own(folder: Path, model: Path) -> N
         environment={"XDG_RUNTIME_DIR": str(run)},
     )
     try:
-        engine.generate(PROMPT)
-        (socket_path,) = (run / "kvstrata").glob("own-*.sock")
-        with Client.connect(socket_path, "alone", "tool") as client:
-            keys = keys_of(engine, client, PROMPT, blocks_per_chunk=2)
+        engine.generate(prompt)
+        (path,) = (run / "kvstrata").glob("own-*/node.sock")
+        with Client.connect(path, "alone", "tool") as client:
+            keys = keys_of(engine, client, prompt, blocks_per_chunk=2)
             eventually(lambda: len(read_chunks(client, keys, wait=0)) == len(keys) == CHUNKS // 2)
-            (region,) = Path("/dev/shm").glob(f"kvstrata-{socket_path.stem}-*")
-            pid = next(
-                int(p.parent.name)
-                for p in Path("/proc").glob("[0-9]*/cmdline")
-                if str(socket_path).encode() in p.read_bytes() and b"\0node\0" in p.read_bytes()
-            )
-        hit = engine.generate(PROMPT[: CHUNKS // 2 * 2 * BLOCK + 5])
+        (region,) = Path("/dev/shm").glob(f"kvstrata-{path.parent.name}-*")
+        hit = engine.generate(prompt)
         engine.reset()
-        same(engine.generate(PROMPT[: CHUNKS // 2 * 2 * BLOCK + 5]), hit)
+        same(engine.generate(prompt), hit)
     finally:
         engine.process.kill()
     # The node is not of the engine's process group: the kernel told it that the engine is gone.
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and (region.exists() or Path(f"/proc/{pid}").exists()):
-        time.sleep(0.05)
-    assert not region.exists()
-    assert not Path(f"/proc/{pid}").exists()
-    assert os.listdir(run / "kvstrata") == [] or not list((run / "kvstrata").glob("*.sock"))
+    eventually(lambda: not region.exists() and not path.exists())

@@ -20,7 +20,7 @@ from kvstrata.errors import KVStrataError
 from kvstrata.keys import Key, Namespace
 
 BLOCK = 32
-TOKEN = "of the tests"
+TOKEN = "of-the-tests"
 
 
 def eventually(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
@@ -61,6 +61,33 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
+def make_windowed_model(folder: Path) -> Path:
+    """A tiny Gemma: five layers with a sliding window, one without."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=64,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+        query_pre_attn_scalar=64,
+        max_position_embeddings=2048,
+        initializer_range=0.1,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
 def make_prompt(seed: int, tokens: int = 300) -> list[int]:
     numbers = random.Random(seed)
     return [numbers.randrange(3, 512) for _ in range(tokens)]
@@ -81,6 +108,19 @@ class Process:
         for pipe in (self.child.stdin, self.child.stdout):
             if pipe is not None:
                 pipe.close()
+
+    def cpu_seconds(self, name: str) -> float:
+        """Of the processes of its group whose name begins so."""
+        ticks = 0
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                before, _, after = path.read_text().rpartition(")")
+            except OSError:
+                continue
+            fields = after.split()
+            if int(fields[2]) == self.child.pid and before.partition("(")[2].startswith(name):
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def start(command: list[str], log: Path, environment: dict[str, str], **pipes: Any) -> Process:
@@ -141,6 +181,7 @@ class Engine:
         ranks: int = 1,
         dtype: str = "bfloat16",
         blocks_per_chunk: int = 1,
+        device_blocks: int = 64,
         environment: dict[str, str] | None = None,
     ) -> None:
         self.name = name
@@ -149,7 +190,7 @@ class Engine:
             "name": name,
             "block_size": BLOCK,
             "blocks_per_chunk": blocks_per_chunk,
-            "device_blocks": 64,
+            "device_blocks": device_blocks,
             "kvstrata": kvstrata,
             "ranks": ranks,
             "dtype": dtype,
@@ -198,13 +239,13 @@ class Engine:
 
 
 def keys_of(
-    engine: Engine, client: Client, prompt: list[int], blocks_per_chunk: int = 1
+    engine: Engine, client: Client, prompt: list[int], blocks_per_chunk: int = 1, group: int = 0
 ) -> list[Key]:
     """The keys of a prompt's whole chunks."""
     namespace = client.namespace
     assert namespace is not None
     hashes = engine.ask("hashes", prompt=prompt)[blocks_per_chunk - 1 :: blocks_per_chunk]
-    return [namespace.key(0, bytes.fromhex(h)) for h in hashes]
+    return [namespace.key(group, bytes.fromhex(h)) for h in hashes]
 
 
 def read_chunks(client: Client, keys: list[Key], wait: float = 10.0) -> list[bytes]:

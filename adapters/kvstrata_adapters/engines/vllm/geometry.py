@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig
 
-from kvstrata.errors import ConfigError
+from kvstrata.errors import ConfigError, Malformed
 from kvstrata.keys import AttentionKind, Field, Group, Namespace
 from kvstrata.layout import (
     CopyRun,
@@ -75,6 +75,15 @@ def derive_geometry(
     config: OffloadingConfig, options: Options, vllm_config: Any, caches: CanonicalKVCaches
 ) -> Geometry:
     """Raises `ConfigError` if the model's KV can't be shared safely."""
+    try:
+        return _derive(config, options, vllm_config, caches)
+    except Malformed as e:
+        raise ConfigError(f"the KV cache of {config.model.name}: {e}") from e
+
+
+def _derive(
+    config: OffloadingConfig, options: Options, vllm_config: Any, caches: CanonicalKVCaches
+) -> Geometry:
     _check_parallel(config, vllm_config)
     layers = vllm_config.compilation_config.static_forward_context
     heads = vllm_config.model_config.get_total_num_kv_heads()
@@ -242,7 +251,7 @@ def _certify(
 def _token_major(
     config: OffloadingConfig, offloaded: OffloadingGroupConfig, fact: _LayerFacts
 ) -> bool:
-    if fact.local_units == 1 or config.kv_cache_layout in _HEAD_MAJOR:
+    if fact.units == 1 or config.kv_cache_layout in _HEAD_MAJOR:
         return False
     if config.kv_cache_layout in _TOKEN_MAJOR:
         return True

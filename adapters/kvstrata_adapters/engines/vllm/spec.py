@@ -46,7 +46,7 @@ class KVStrataOffloadingSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         """Raises `LinkBroken` if no node answers, and what the node refuses with."""
-        from kvstrata_adapters.engines.vllm.faults import FaultLine
+        from kvstrata_adapters.engines.vllm.faults import FaultLine, fault_path
         from kvstrata_adapters.engines.vllm.geometry import hash_seed_fingerprint
         from kvstrata_adapters.engines.vllm.link import NodeLink
         from kvstrata_adapters.engines.vllm.manager import KVStrataManager
@@ -64,7 +64,7 @@ class KVStrataOffloadingSpec(OffloadingSpec):
                     "the scheduler's prefix hashes start from another seed than its workers': "
                     "give both the same PYTHONHASHSEED"
                 )
-            faults = FaultLine(self._faults_path())
+            faults = FaultLine(fault_path(self.config.engine_id))
         except KVStrataError:
             client.close()
             raise
@@ -129,13 +129,6 @@ class KVStrataOffloadingSpec(OffloadingSpec):
                 self.options.timeout,
             )
         return private_socket(self.config.engine_id)
-
-    def _faults_path(self) -> Path:
-        from kvstrata.config import run_dir
-        from kvstrata_adapters.private_node import private_socket
-
-        name = private_socket(self.config.engine_id).with_suffix(".faults").name
-        return run_dir() / name
 
     def _connect(
         self,
