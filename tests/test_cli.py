@@ -106,7 +106,11 @@ def test_a_missing_extra_is_named(
 
 
 def refuse(argv: list[str]) -> int:
-    raise {"busy": Busy("try\nlater"), "config": ConfigError("change x")}[argv[0]]
+    raise {
+        "busy": Busy("try\nlater"),
+        "config": ConfigError("change x"),
+        "file": PermissionError(13, "Permission denied", "/x"),
+    }[argv[0]]
 
 
 def interrupted(argv: list[str]) -> int:
@@ -118,6 +122,13 @@ def interrupted(argv: list[str]) -> int:
     [
         ("refuse", ["busy"], 1, "kvstrata refuse: try later\n"),
         ("refuse", ["config"], 2, "kvstrata refuse: change x\n"),
+        (
+            "refuse",
+            ["file"],
+            1,
+            "kvstrata refuse: /x: Permission denied: choose another path, or make it one this "
+            "user may use\n",
+        ),
         ("interrupted", [], 130, ""),
     ],
 )

@@ -120,6 +120,9 @@ def test_a_region_is_at_least_a_page(tmp_path: Path) -> None:
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"host\.shm_dir"):
         create(tmp_path / "absent")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"host\.shm_dir .*file is no directory"):
+        create(tmp_path / "file")
 
 
 # ---------------------------------------------------------------- orphans

@@ -125,7 +125,11 @@ def _check_fits(size: int, shm_dir: Path) -> None:
     try:
         stat = os.statvfs(shm_dir)
     except OSError as e:
-        raise ConfigError(f"host.shm_dir {shm_dir}: {e.strerror}") from e
+        raise ConfigError(f"host.shm_dir {shm_dir}: {e.strerror}: give a tmpfs") from e
+    if not shm_dir.is_dir() or not os.access(shm_dir, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"host.shm_dir {shm_dir} is no directory this user may write to: give a tmpfs that is"
+        )
     free = stat.f_bavail * stat.f_frsize
     if size > free:
         raise ConfigError(

@@ -724,3 +724,8 @@ async def test_close_ends_loads(world, seeker, clock):
         await loading
     with pytest.raises(LinkBroken):
         await tier.lookup(KEYS[:2])
+
+
+async def test_an_address_that_is_none_is_told_at_start(seeker, clock):
+    with pytest.raises(ConfigError, match=r"'10\.0\.0\.1:7801': write tcp://host:port"):
+        tier_over(seeker, ["tcp://127.0.0.1:7801", "10.0.0.1:7801"], clock)

@@ -56,6 +56,14 @@ async def test_none_left():
         await start_transports([f"{__name__}:Picky"], memory(), nobody)
 
 
+@pytest.mark.parametrize(
+    ("names", "told"), [([], "name some of"), (["tpc", "tcp"], "'tpc' is neither one of")]
+)
+async def test_a_name_misspelt_is_not_skipped(names, told):
+    with pytest.raises(ConfigError, match=told):
+        await start_transports(names, memory(), nobody, "127.0.0.1")
+
+
 async def test_a_bug_is_not_hidden():
     with pytest.raises(RuntimeError, match="a bug"):
         await start_transports(["tcp", f"{__name__}:Broken"], memory(), nobody, "127.0.0.1")

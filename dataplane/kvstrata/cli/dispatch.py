@@ -98,6 +98,12 @@ def _run(prog: str, command: Command, args: list[str]) -> int:
         # The reader (head, less) has gone; keep the interpreter's own flush at exit quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as e:
+        if e.filename is None:
+            raise
+        # A file of the operator's, as the directory of `--socket`; without a name it is our bug.
+        told = f"{e.filename}: {e.strerror}: choose another path, or make it one this user may use"
+        return _fail(prog, told, 1)
 
 
 def _fail(prog: str, message: str, status: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from kvstrata.errors import ConfigError, Expired, KVStrataError, LinkBroken, NamespaceMismatch
 from kvstrata.keys import DIGEST_BYTES, Key
+from kvstrata.peer_wire import parse_address
 from kvstrata.tiers.base import Item, Outcome, Tier, TierContext, Usage
 from kvstrata.tiers.peer_links import PeerLinks
 from kvstrata.transports.waiting import until_settled
@@ -41,6 +42,9 @@ class PeerTier(Tier):
     writable: ClassVar[bool] = False
 
     def __init__(self, links: PeerLinks, addresses: Sequence[str], context: TierContext) -> None:
+        """Raises `ConfigError` on an address that can't be one."""
+        for address in addresses:
+            parse_address(address)
         self.store_id = "peer"
         self._links = links
         self._addresses = list(dict.fromkeys(addresses))

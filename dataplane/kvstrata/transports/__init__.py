@@ -29,6 +29,10 @@ def open_transport(
     `memory` is the region (a writable byte view); with an empty `listen_host` it only pulls.
     Raises `ConfigError`.
     """
+    return _find(name)(memory, authorize, listen_host)
+
+
+def _find(name: str) -> type[Transport]:
     module, _, attribute = _BUILT_IN.get(name, name).partition(":")
     try:
         found = getattr(import_module(module), attribute)
@@ -38,7 +42,7 @@ def open_transport(
         ) from e
     if not (isinstance(found, type) and issubclass(found, Transport)):
         raise ConfigError(f"peers.transports {name!r} is not a kvstrata.transports.Transport")
-    return found(memory, authorize, listen_host)
+    return found
 
 
 async def start_transports(
@@ -46,8 +50,13 @@ async def start_transports(
 ) -> list[Transport]:
     """Those of `names` that run on this host, started, in that order.
 
-    One that can't is skipped with a log line. Raises `ConfigError` if none is left.
+    One that can't is skipped with a log line. Raises `ConfigError` if none is left, and on a name
+    that is none on any host.
     """
+    if not names:
+        raise ConfigError(f"peers.transports is empty: name some of {sorted(_BUILT_IN)}")
+    for name in names:
+        _find(name)
     started: list[Transport] = []
     reasons: list[str] = []
     for name in names:
