@@ -52,7 +52,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     listed = capsys.readouterr().out
-    for command in ("server", "node", "demo", "lookup", "transfer", "status"):
+    for command in ("server", "node", "demo", "lookup", "transfer", "status", "simulate"):
         assert f"\n  {command} " in listed
 
 

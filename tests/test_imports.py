@@ -42,6 +42,7 @@ FLOORS = {
     "kvstrata.tiers": 3,
     "kvstrata.client": 3,
     "kvstrata.node": 4,
+    "kvstrata.simulate": 4,
     "kvstrata.cli": 5,
     "kvstrata.__main__": 5,
     "kvstrata.testing": 9,

@@ -55,6 +55,25 @@ def test_populated_memory_is_there(tmp_path: Path) -> None:
     region.close()
 
 
+def flags_of(region: Region) -> set[str]:
+    """What the kernel notes of this process's mapping of it (VmFlags in smaps)."""
+    smaps = Path("/proc/self/smaps").read_text()
+    entry = smaps.split(str(region.path), 1)[1]
+    return set(entry.split("VmFlags:", 1)[1].split("\n", 1)[0].split())
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(),
+    reason="this kernel has no transparent huge pages",
+)
+def test_huge_pages_are_asked_for_unless_told_not_to(tmp_path: Path) -> None:
+    for asked in (True, False):
+        region = Region.create("n", f"{asked}", SIZE, tmp_path, huge_pages=asked)
+        assert ("hg" in flags_of(region)) == asked
+        assert bytes(region.view) == bytes(SIZE)
+        region.close()
+
+
 def test_close_removes_the_owners_file_only(tmp_path: Path) -> None:
     node = create(tmp_path)
     engine = Region.attach(node.name, SIZE, tmp_path)

@@ -15,7 +15,7 @@ import socket
 import tempfile
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -129,11 +129,16 @@ class HostSettings(_Section):
     capacity: ByteSize = ByteSize(4 << 30)
     """Bytes of the shared region."""
     policy: str = "lru"
-    """Eviction policy: a built-in name, or `module:Class`."""
+    """Eviction policy: `lru`, `arc`, `s3fifo` (resists scans), or `module:Class`.
+    `kvstrata simulate` compares them on a trace."""
     shm_dir: Path = Path("/dev/shm")  # noqa: S108 - where the kernel mounts POSIX shm
     """A tmpfs that engines can map."""
     populate: bool = True
-    """Touch every page at start: later page faults would cost more than the copies."""
+    """Touch every page at start: later page faults would cost more than the copies. The node's own
+    NUMA policy decides where they lie: start it under `numactl --interleave=all` to spread them."""
+    huge_pages: Literal["auto", "never"] = "auto"
+    """`auto` asks for huge pages; the kernel gives them where the tmpfs of `shm_dir` is mounted
+    with `huge=advise`, `within_size` or `always`."""
     lease_ttl: Seconds = 30.0
     """How long a found chunk is kept for who asked, unless renewed or released."""
     reserve_ttl: Seconds = 60.0

@@ -41,9 +41,18 @@ class Region:
 
     @classmethod
     def create(
-        cls, node: str, incarnation: str, size: int, shm_dir: Path, populate: bool = True
+        cls,
+        node: str,
+        incarnation: str,
+        size: int,
+        shm_dir: Path,
+        populate: bool = True,
+        huge_pages: bool = True,
     ) -> Region:
-        """Create, lock and populate it. Raises `ConfigError` if it does not fit."""
+        """Create, lock and populate it. Raises `ConfigError` if it does not fit.
+
+        `huge_pages` is a hint: the kernel takes it if the tmpfs is mounted so that it may.
+        """
         _check_fits(size, shm_dir)
         path = shm_dir / f"{PREFIX}{node}-{incarnation}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -57,11 +66,15 @@ class Region:
             region = cls(path, fd, size, owner=True)
         except BlockingIOError:
             os.close(fd)
-            return cls.create(node, f"{incarnation}-2", size, shm_dir, populate)
+            return cls.create(node, f"{incarnation}-2", size, shm_dir, populate, huge_pages)
         except BaseException:
             os.close(fd)
             path.unlink(missing_ok=True)
             raise
+        if huge_pages:
+            # Before the first touch, which decides. Refused by kernels built without them.
+            with contextlib.suppress(OSError):
+                region._map.madvise(mmap.MADV_HUGEPAGE)
         if populate:
             # Older kernels populate lazily.
             with contextlib.suppress(OSError):

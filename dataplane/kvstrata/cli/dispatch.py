@@ -28,6 +28,7 @@ _BUILT_IN = {
     "lookup": "kvstrata.cli.lookup:main",
     "transfer": "kvstrata.cli.transfer:main",
     "status": "kvstrata.cli.status:main",
+    "simulate": "kvstrata.cli.simulate:main",
 }
 _ABOUT = {
     "server": "run the control plane: who holds what, and transfers between nodes",
@@ -36,6 +37,7 @@ _ABOUT = {
     "lookup": "ask the control plane who holds some chunks",
     "transfer": "have chunks moved to a node",
     "status": "show a node or the cluster",
+    "simulate": "replay a trace of requests: hit rate by policy and capacity",
 }
 _EXTRAS = {"server": "server", "demo": "server"}
 

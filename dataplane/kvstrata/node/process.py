@@ -104,7 +104,12 @@ class Node:
         for name in sweep(host.shm_dir):
             _log.warning("removed region %s of a node that died", name)
         region = Region.create(
-            settings.id, self.incarnation, int(host.capacity), host.shm_dir, host.populate
+            settings.id,
+            self.incarnation,
+            int(host.capacity),
+            host.shm_dir,
+            host.populate,
+            host.huge_pages == "auto",
         )
         self._stack.callback(region.close)
         self.region = region
