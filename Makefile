@@ -14,20 +14,33 @@ VLLM_BASE := $(VLLM_VENV)/.vllm-$(VLLM_VERSION)-torch-$(TORCH_VERSION)
 VLLM_READY := $(VLLM_VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-vllm lint format openapi docs clean
+.PHONY: help venv constraints demo test test-vllm lint format openapi docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 venv: $(READY) ## the environment .venv that the other targets use
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvstrata needs Python 3.11 or newer: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[server,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[server,dev]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps nixl-cu12 \
 		|| echo 'note: nixl is not available here; peers will use the tcp transport'
 	touch $@
+
+# A ruff, mypy or FastAPI of another day finds other faults and writes another REST document. Renew
+# the versions when pyproject.toml asks for more, or now and then: run this, then `make lint openapi
+# test`, and commit constraints.txt with what they changed. Users are not bound by it: pip reads
+# pyproject.toml alone.
+constraints: ## renew constraints.txt: the versions that .venv is made of
+	rm -rf $(VENV)-new
+	$(PYTHON) -m venv $(VENV)-new
+	$(VENV)-new/bin/pip install --quiet --disable-pip-version-check --editable '.[server,dev]'
+	{ echo '# Written by `make constraints`: see the Makefile.'; \
+		$(VENV)-new/bin/pip freeze --exclude-editable; } > constraints.txt
+	rm -rf $(VENV)-new
 
 demo: $(READY) ## see it work: offload, restart, reload, transfer (under three minutes)
 	$(BIN)/kvstrata demo
@@ -68,5 +81,5 @@ $(VLLM_READY): pyproject.toml $(VLLM_BASE)
 	touch $@
 
 clean: ## remove what the targets above made, environments included
-	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-new $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

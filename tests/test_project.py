@@ -13,6 +13,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from kvstrata.cli.flags import settings_from
 from kvstrata.config import NodeSettings, ServerSettings
@@ -94,6 +96,8 @@ def test_declared_commands_can_be_loaded() -> None:
     ("target", "runs"),
     [
         ("venv", "-m venv .venv"),
+        ("venv", "--constraint constraints.txt"),
+        ("constraints", ".venv-new/bin/pip freeze"),
         ("demo", ".venv/bin/kvstrata demo"),
         ("test", "pytest -n 2 -m 'not vllm'"),
         ("lint", "ruff format --check ."),
@@ -112,6 +116,18 @@ def test_make_knows_how(target: str, runs: str) -> None:
         check=True,
     )
     assert runs in done.stdout
+
+
+def test_constraints_fit_what_the_project_asks_for() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    versions = {canonicalize_name(name): version for name, version in pins.items()}
+    extras = PROJECT["optional-dependencies"]
+    for text in [*PROJECT["dependencies"], *extras["server"], *extras["dev"]]:
+        asked = Requirement(text)
+        assert asked.specifier.contains(versions[canonicalize_name(asked.name)]), text
+    # They depend on the machine, or belong to the environment of vLLM.
+    assert not versions.keys() & {"torch", "vllm", "nixl", "nixl-cu12", "kvstrata"}
 
 
 def test_ci_runs_everything() -> None:
