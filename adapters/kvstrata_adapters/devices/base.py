@@ -4,6 +4,11 @@ A *cache* is an array of rows, one row per device block; a row holds that block'
 more layers. `CopyRun`s (see `kvstrata.layout`) say which bytes of a row are which bytes of a
 canonical page. One call moves many pages; each call is a *job*.
 
+Some devices hold caches that can be written in place (`CpuDevice`). Others hold values: there a
+load makes new arrays of the old ones, which the device gives back (`JaxDevice.arrays`). So that
+nobody computes with arrays that a load has used up, all calls come from one thread, the one that
+computes, and such a device makes new arrays only inside `finished` and `wait`.
+
 Rules every device keeps:
 
 - Jobs of one direction run in the order they were given; the two directions are independent.
@@ -55,19 +60,23 @@ class JobResult:
 
 
 class Device(ABC):
-    """Moves pages between the caches of one rank and the region. Not thread-safe."""
+    """Moves pages between a rank's caches (or those of all ranks of a process) and the region.
+
+    Not thread-safe.
+    """
 
     @abstractmethod
     def register_caches(
         self,
-        caches: Sequence[Bytes],
+        caches: Sequence[Any],
         runs: Mapping[int, Sequence[CopyRun]],
         page_bytes: Mapping[int, int],
         store_runs: Mapping[int, Sequence[CopyRun]] | None = None,
     ) -> None:
         """Declare the caches, once, before any job.
 
-        `caches[i]` has the shape (blocks, row bytes), any row stride, last axis contiguous.
+        `caches[i]` of host memory has the shape (blocks, row bytes), any row stride, last axis
+        contiguous (`as_bytes`); a device with caches of another kind says which.
         `runs[group]` is what a load reads of a page; `store_runs[group]` what a store writes,
         by default the same (ranks that hold the same bytes share the writing).
         Raises `Malformed` if a run leaves its cache or its page.
