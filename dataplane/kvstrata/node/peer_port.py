@@ -15,7 +15,7 @@ import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ from kvstrata.errors import (
 )
 from kvstrata.keys import Namespace, check_keys, require_same
 from kvstrata.node.peer_source import PeerSource
+from kvstrata.node.supervisor import Supervisor
 from kvstrata.peer_socket import post, tune
 from kvstrata.transports import Transport
 
@@ -64,7 +65,7 @@ class _Session:
 
 
 class PeerPort:
-    """Serves one `PeerSource` to peers. `counters` are monotonic."""
+    """Serves one `PeerSource` to peers. `counters` are monotonic; `loops` tells of failures."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class PeerPort:
         self._clock = clock
         self._context = zmq.asyncio.Context()
         self._socket: Any = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self.loops = Supervisor()
         self._handshakes: OrderedDict[bytes, _Handshake] = OrderedDict()
         self._sessions: dict[bytes, _Session] = {}
         self._numbered = 0
@@ -123,34 +124,19 @@ class PeerPort:
             raise ConfigError(f"peers.listen {self._settings.listen}: {e.strerror}") from e
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address = self._settings.advertise or bound
-        self._tasks = [
-            asyncio.create_task(self._supervised("receive", self._receive)),
-            asyncio.create_task(self._supervised("beat", self._beat)),
-        ]
+        self.loops.start("peer port receive", self._receive)
+        self.loops.start("peer port beat", self._beat)
 
     async def close(self) -> None:
         """End every session and release its leases. Idempotent."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
+        await self.loops.stop()
         requests = [task for session in self._sessions.values() for task in session.requests]
         for session in list(self._sessions.values()):
             self._end(session)
-        await asyncio.gather(*tasks, *requests, return_exceptions=True)
+        await asyncio.gather(*requests, return_exceptions=True)
         self._context.destroy(linger=0)
 
     # ------------------------------------------------------------ loops
-
-    async def _supervised(self, name: str, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        pause = 0.1
-        while True:
-            try:
-                await loop()
-            except Exception:
-                self.counters["restarts"] += 1
-                log.exception("peer port: %s failed, again in %.1f s", name, pause)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, 10.0)
 
     async def _receive(self) -> None:
         while True:
