@@ -30,6 +30,7 @@ __all__ = ["Client", "Found", "lifeline_path"]
 
 SESSION_BYTES = 16
 LIFELINE_ACK = b"\x01"
+_LONGEST_POLL = 60.0
 
 _T = TypeVar("_T", wire.StepReply, wire.StatusReply, wire.Dropped)
 
@@ -43,7 +44,8 @@ def lifeline_path(socket: Path) -> Path:
 class Found:
     """Answer to a blocking lookup: parallel to the keys asked. `offsets[i]` is where the chunk
     lies in the region, -1 unless `states[i]` is `HOST`. `promoted[i]`: it came from a secondary
-    tier for this lookup. What was found is held by `lease` for `ttl` seconds."""
+    tier for this lookup. What was found is held by `lease` for `ttl` seconds from when the node
+    answered, which is before it waited."""
 
     lease: int
     states: list[State]
@@ -71,6 +73,7 @@ class Client:
         self._next_lease = 1
         self._welcomed = False
         self._greeted = False
+        self._closed = False
         self._inbox: list[wire.StepReply | wire.Resolved | wire.Failure] = []
         self._region: Region | None = None
         # ZMQ reserves identities that start with a zero byte.
@@ -135,11 +138,13 @@ class Client:
             except OSError as e:
                 raise LinkBroken(f"node at {self.socket} is gone: {e.strerror}") from e
             if ack != LIFELINE_ACK:
-                raise LinkBroken(f"node at {self.socket} is gone")
+                raise LinkBroken(f"node at {self.socket} is ending, or has no session to spare")
             self._dealer.send(wire.encode(self._hello), zmq.NOBLOCK)
             self._greeted = True
         message = self._take()
         if message is None:
+            if self._alive.poll(0):
+                raise LinkBroken(f"node at {self.socket} is gone")
             return False
         if isinstance(message, wire.Failure):
             raise from_code(message.code, message.message)
@@ -154,12 +159,15 @@ class Client:
     def region(self) -> Region:
         """The node's region, mapped at first use. Raises `LinkBroken` if it is gone."""
         if self._region is None:
+            self._check_open()
             w = self.welcome
             self._region = Region.attach(w.region, w.region_bytes, Path(w.shm_dir))
         return self._region
 
     def close(self) -> None:
-        """End the session: the node takes back all it held. Idempotent."""
+        """End the session: the node takes back all it held. Idempotent. Whatever is asked of
+        it afterwards raises `LinkBroken`."""
+        self._closed = True
         self._dealer.close()
         self._lifeline.close()
         if self._region is not None:
@@ -217,18 +225,20 @@ class Client:
         states = [State(s) for s in answer.states]
         offsets = list(answer.offsets)
         promoted = [False] * len(states)
-        waiting = {keys[i]: i for i, s in enumerate(states) if s is State.PENDING}
+        waiting: dict[Key, list[int]] = {}
+        for i, state in enumerate(states):
+            if state is State.PENDING:
+                waiting.setdefault(keys[i], []).append(i)
         while waiting:
             settled = self._await(
                 lambda m: isinstance(m, wire.Resolved) and m.id == lease, deadline
             )
             assert isinstance(settled, wire.Resolved)  # noqa: S101 - what the predicate chose
-            for key, state, offset in zip(
+            for key, told, offset in zip(
                 settled.keys, settled.states, settled.offsets, strict=True
             ):
-                i = waiting.pop(Key(key), None)
-                if i is not None:
-                    states[i], offsets[i] = State(state), offset
+                for i in waiting.pop(Key(key), ()):
+                    states[i], offsets[i] = State(told), offset
                     promoted[i] = states[i] is State.HOST
         return Found(lease, states, offsets, promoted, answer.ttl)
 
@@ -274,6 +284,7 @@ class Client:
     # ------------------------------------------------------------ inside
 
     def _send(self, message: msgspec.Struct) -> None:
+        self._check_open()
         try:
             self._dealer.send(wire.encode(message), zmq.NOBLOCK)
         except zmq.Again as e:
@@ -313,6 +324,7 @@ class Client:
                 self._inbox.append(message)
 
     def _take(self) -> wire.FromNode | None:
+        self._check_open()
         try:
             return wire.decode_from_node(self._dealer.recv(zmq.NOBLOCK))
         except zmq.Again:
@@ -323,9 +335,15 @@ class Client:
         poller = zmq.Poller()
         poller.register(self._dealer, zmq.POLLIN)
         poller.register(self._lifeline.fileno(), zmq.POLLIN)
-        poller.poll(int(seconds * 1000) + 1)
+        # Callers look at their own deadline again; `wait` may be given as infinity.
+        poller.poll(int(min(seconds, _LONGEST_POLL) * 1000) + 1)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LinkBroken(f"this session with the node at {self.socket} is closed")
 
     def _check_alive(self) -> None:
+        self._check_open()
         if not self._welcomed:
             raise LinkBroken(f"no session with the node at {self.socket} yet")
         if self._alive.poll(0):

@@ -9,6 +9,8 @@ import socket as sockets
 import subprocess
 import sys
 import textwrap
+import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,16 @@ import pytest
 import zmq
 
 from kvstrata import wire
-from kvstrata.client import Client, lifeline_path
+from kvstrata.client import LIFELINE_ACK, Client, lifeline_path
 from kvstrata.config import HostSettings
-from kvstrata.errors import Expired, LinkBroken, Malformed, NamespaceMismatch
+from kvstrata.errors import (
+    ConfigError,
+    Expired,
+    KVStrataError,
+    LinkBroken,
+    Malformed,
+    NamespaceMismatch,
+)
 from kvstrata.keys import Field, Group, Key, Namespace
 from kvstrata.node.engine_port import EnginePort
 from kvstrata.node.namespaces import Namespaces
@@ -251,6 +260,9 @@ def _replies(client: Client, count: int) -> list[wire.StepReply]:
         (wire.Step(0, reserves=[NAMESPACE.key(5, b"h")]), "not of this session's namespace"),
         (wire.Step(0, credits={5: 1}), "by group of this session's namespace"),
         (wire.Step(0, credits={0: -1}), "by group of this session's namespace"),
+        (wire.Step(0, renews=[1] * 70_000), "at most 65536 leases"),
+        (wire.Step(0, lookups=[wire.Lookup(i, []) for i in range(70_000)]), "at most 65536 leases"),
+        (wire.Step(0, begin=[(1, [])] * 70_000), "at most 65536 leases"),
     ],
 )
 async def test_a_step_that_makes_no_sense_is_refused_whole(
@@ -354,3 +366,145 @@ async def test_a_pending_chunk_is_settled_when_its_writer_commits(port: Port) ->
             )
 
     await port.run(work)
+
+
+async def test_what_a_lifeline_says_is_not_kept(port: Port) -> None:
+    def work() -> None:
+        with port.client() as client:
+            client._lifeline.setblocking(True)
+            for _ in range(64):
+                client._lifeline.sendall(bytes(1 << 20))
+            client._lifeline.setblocking(False)
+            assert client.reserve([key(1)]) == [0]
+
+    tracemalloc.start()
+    try:
+        await port.run(work)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 16 << 20
+
+
+async def test_a_bug_behind_the_port_is_answered_and_ends_nothing(port: Port) -> None:
+    def boom(*args: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    port.port._status = boom
+    port.store.drop = boom  # type: ignore[method-assign]
+
+    def work() -> None:
+        with port.client() as client:
+            with pytest.raises(KVStrataError, match="a bug"):
+                client.status()
+            with pytest.raises(KVStrataError, match="a bug"):
+                client.drop(["host"])
+            assert client.reserve([key(1)]) == [0]
+
+    await port.run(work)
+
+
+async def test_an_engine_that_never_pauses_leaves_others_their_turn(port: Port) -> None:
+    asked = turns = 0
+    told = port.port._status
+
+    def status(seq: int) -> wire.StatusReply:
+        nonlocal asked
+        asked += 1
+        return told(seq)
+
+    port.port._status = status
+
+    def flood() -> Client:
+        client = port.client()
+        for seq in range(500):
+            client._send(wire.Status(seq))
+        return client
+
+    client = await port.run(flood)
+    while asked < 500:
+        turns += 1
+        await asyncio.sleep(0)
+    client.close()
+    assert turns > 5
+
+
+async def test_engines_that_have_ended_are_forgotten(port: Port) -> None:
+    def work() -> None:
+        for i in range(3):
+            port.client(f"engine {i}").close()
+
+    await port.run(work)
+    await port.until(lambda: not port.port.sessions)
+    assert not port.port._engines
+    assert not port.port._orphans
+
+
+async def test_an_engine_has_a_name_of_bounded_length(port: Port) -> None:
+    def work() -> None:
+        for name in ("", "x" * 257):
+            with pytest.raises(Malformed, match="engine name"):
+                port.client(name)
+
+    await port.run(work)
+
+
+async def test_a_socket_path_the_kernel_can_not_take(tmp_path: Path) -> None:
+    region = memoryview(bytearray(PAGES * PAGE))
+    store = Store(region, HostSettings(), Namespaces(), asyncio.get_running_loop().time)
+    socket = tmp_path / ("x" * 100)
+    port = EnginePort(socket, store, lambda namespace: None, lambda seq: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ConfigError, match="set a shorter `socket`"):
+        await port.start()
+    await port.close()
+
+
+async def test_a_closed_client_is_a_broken_link(port: Port) -> None:
+    def work() -> None:
+        client = port.client()
+        client.close()
+        with pytest.raises(LinkBroken):
+            client.receive()
+        with pytest.raises(LinkBroken):
+            client.send(wire.Step(0))
+        with pytest.raises(LinkBroken):
+            client.status()
+
+    await port.run(work)
+
+
+def test_a_node_that_dies_before_its_welcome_is_not_waited_for(tmp_path: Path) -> None:
+    socket = tmp_path / "node.sock"
+    with sockets.socket(sockets.AF_UNIX) as listener:
+        listener.bind(str(lifeline_path(socket)))
+        listener.listen()
+        client = Client.open(socket, "e")
+        lifeline, _ = listener.accept()
+        with client, lifeline:
+            lifeline.sendall(LIFELINE_ACK)
+            assert not client.poll_welcome()
+            lifeline.close()
+            with pytest.raises(LinkBroken, match="is gone"):
+                client.poll_welcome()
+
+
+async def test_a_key_asked_for_twice_is_answered_twice(port: Port) -> None:
+    def work() -> None:
+        with port.client("a") as a, port.client("b") as b:
+            a.reserve([key(1)])
+            ask = wire.Lookup(b.new_lease(), [key(1), key(1)], "all", 5.0)
+            (found,) = b._step(wire.Step(0, lookups=[ask])).found
+            assert list(found.states) == [State.PENDING, State.PENDING]
+            a.abort([key(1)])
+            b.lookup([key(2), key(2)])
+            a.reserve([key(3)])
+            later = threading.Timer(0.1, a.commit, [[key(3)]])
+            later.start()
+            found = b.lookup([key(3), key(3)])
+            later.join()
+            assert found.states == [State.HOST, State.HOST]
+            assert found.offsets[0] == found.offsets[1] >= 0
+
+    await port.run(work)
+    counters = port.store.counters
+    assert counters.asked == counters.host_hits + counters.misses == 3

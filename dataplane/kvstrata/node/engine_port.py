@@ -19,7 +19,14 @@ import zmq.asyncio
 
 from kvstrata import wire
 from kvstrata.client import LIFELINE_ACK, SESSION_BYTES, lifeline_path
-from kvstrata.errors import KVStrataError, LinkBroken, Malformed, NamespaceMismatch
+from kvstrata.errors import (
+    Busy,
+    ConfigError,
+    KVStrataError,
+    LinkBroken,
+    Malformed,
+    NamespaceMismatch,
+)
 from kvstrata.host import Chunk, State
 from kvstrata.keys import DIGEST_BYTES, GROUP_BYTES, Key, Namespace, check_keys, require_same
 from kvstrata.node.store import Store
@@ -30,6 +37,10 @@ _log = logging.getLogger(__name__)
 
 _PREFIX_BYTES = DIGEST_BYTES + GROUP_BYTES
 _MAX_SESSIONS = 256
+_MAX_NAME = 256
+_MAX_DROPS = 16
+# A flood would otherwise be read to its end before anyone else on the loop has a turn.
+_TURN = 16
 _MAX_MESSAGE_BYTES = 64 << 20
 _TO_WIRE = {State.READY: wire.State.HOST, State.WRITING: wire.State.PENDING}
 
@@ -80,7 +91,17 @@ class EnginePort:
         self._writers: dict[asyncio.StreamWriter, asyncio.Event] = {}
 
     async def start(self) -> None:
-        """Listen. The caller has made sure that no other node uses this socket."""
+        """Listen. The caller has made sure that no other node uses this socket. Raises
+        `ConfigError` if it can't be bound."""
+        try:
+            await self._listen()
+        except (OSError, zmq.ZMQError) as e:
+            raise ConfigError(
+                f"can't listen at {self._socket}: {e.strerror or e}: set a shorter `socket`, or "
+                "one in another folder"
+            ) from e
+
+    async def _listen(self) -> None:
         life = lifeline_path(self._socket)
         for path in (self._socket, life):
             path.unlink(missing_ok=True)
@@ -92,11 +113,13 @@ class EnginePort:
     async def run(self) -> None:
         """Handle messages until cancelled."""
         while True:
-            frames = await self._router.recv_multipart()
-            if len(frames) == 2:
-                self._handle(frames[0], frames[1])
-            else:
-                self.malformed += 1
+            for _ in range(_TURN):
+                frames = await self._router.recv_multipart()
+                if len(frames) == 2:
+                    self._handle(frames[0], frames[1])
+                else:
+                    self.malformed += 1
+            await asyncio.sleep(0)
 
     async def close(self) -> None:
         """End every session; their processes see their lifelines close. Idempotent."""
@@ -120,12 +143,16 @@ class EnginePort:
         try:
             async with asyncio.timeout(5):
                 id_ = await reader.readexactly(SESSION_BYTES)
-            if id_ in self.sessions or id_[:1] == b"\0" or len(self.sessions) >= _MAX_SESSIONS:
+            if id_ in self.sessions or id_[:1] == b"\0":
+                return
+            if len(self.sessions) >= _MAX_SESSIONS:
+                _log.warning("refused a session: %d engine processes are connected", _MAX_SESSIONS)
                 return
             self._numbers += 1
             session = self.sessions[id_] = Session(id_, f"session:{self._numbers}")
             writer.write(LIFELINE_ACK)
-            await reader.read()  # until the process ends
+            while await reader.read(4096):  # until the process ends; what it says is not kept
+                pass
         except (TimeoutError, OSError, asyncio.IncompleteReadError):
             pass
         finally:
@@ -139,15 +166,15 @@ class EnginePort:
         _log.info("session of %s ended", session.label)
         del self.sessions[session.id]
         engine = session.hello.engine if session.hello else None
+        siblings = [s.hello for s in self.sessions.values() if s.hello and s.hello.engine == engine]
+        if not siblings and engine is not None:
+            self._engines.pop(engine, None)
         left = self._orphans.setdefault(engine, [])
         left.append(session.owner)
         self._store.stop_waiting(session.owner)
         # A scheduler names the slots, its workers write to them: as long as one of them lives,
         # it may be at it.
-        if not any(
-            s.hello and (s.hello.engine, s.hello.role) == (engine, "worker")
-            for s in self.sessions.values()
-        ):
+        if not any(sibling.role == "worker" for sibling in siblings):
             for owner in self._orphans.pop(engine):
                 self._store.forget(owner)
 
@@ -156,6 +183,8 @@ class EnginePort:
             raise Malformed(f"protocol {hello.protocol}: this node speaks {wire.PROTOCOL}")
         if session.hello is not None:
             raise Malformed("a session says hello once")
+        if not 1 <= len(hello.engine) <= _MAX_NAME:
+            raise Malformed(f"an engine name has 1 to {_MAX_NAME} characters")
         namespace = hello.namespace or self._engines.get(hello.engine)
         if hello.namespace is not None:
             # Every process of an engine must mean the same bytes. An engine that came back with
@@ -199,6 +228,10 @@ class EnginePort:
             self.malformed += isinstance(e, Malformed)
             text = f"{e} [{e.field}]" if isinstance(e, NamespaceMismatch) and e.field else str(e)
             self._send_to(id_, wire.Failure(seq, e.code, text))
+        except Exception as e:
+            # The session can't tell how far its message got: it hears of it, and begins anew.
+            _log.exception("a message of %s failed", session.label if session else "nobody")
+            self._send_to(id_, _internal(seq, e))
 
     def _step(self, session: Session, step: wire.Step) -> wire.StepReply:
         self._check(session, step)
@@ -225,7 +258,10 @@ class EnginePort:
         )
 
     def _check(self, session: Session, step: wire.Step) -> None:
-        """Refuse a step with any key that is not of this session's namespace."""
+        """Refuse a step that is too large, or has a key that is not of this session's namespace."""
+        parts = len(step.releases) + len(step.renews) + len(step.begin) + len(step.end)
+        if parts + len(step.lookups) > wire.MAX_KEYS:
+            raise Malformed(f"a step names at most {wire.MAX_KEYS} leases")
         batches = [step.commits, step.aborts, step.reserves]
         batches += [keys for _, keys in (*step.begin, *step.end)]
         batches += [lookup.keys for lookup in step.lookups]
@@ -291,6 +327,8 @@ class EnginePort:
 
     def _drop(self, session: Session, message: wire.Drop) -> None:
         keys = None if message.keys is None else check_keys(message.keys)
+        if len(self._tasks) >= _MAX_DROPS:
+            raise Busy(f"{_MAX_DROPS} drops are under way: ask again when one has ended")
 
         async def work() -> None:
             try:
@@ -298,6 +336,9 @@ class EnginePort:
                 self._send(session, wire.Dropped(message.seq, dropped))
             except KVStrataError as e:
                 self._send(session, wire.Failure(message.seq, e.code, str(e)))
+            except Exception as e:
+                _log.exception("dropping chunks failed")
+                self._send(session, _internal(message.seq, e))
 
         task = asyncio.get_running_loop().create_task(work())
         self._tasks.add(task)
@@ -313,6 +354,10 @@ class EnginePort:
         # A ROUTER never blocks: it drops what a peer that is gone or does not read can't take,
         # and the future is done at once. The engine's own deadlines cover what was dropped.
         self._router.send_multipart([id_, wire.encode(message)])
+
+
+def _internal(seq: int, error: Exception) -> wire.Failure:
+    return wire.Failure(seq, KVStrataError.code, f"internal error of the node: {error!r}"[:2000])
 
 
 def _keys(raw: Sequence[bytes]) -> list[Key]:
