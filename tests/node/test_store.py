@@ -378,3 +378,158 @@ async def test_one_store_can_be_attached_once() -> None:
 
 def _never(keys: Sequence[Key], chunks: Sequence[Chunk | None]) -> None:
     raise AssertionError("nothing was pending")
+
+
+async def test_a_key_asked_for_twice_is_answered_twice_and_counted_once() -> None:
+    tier = HeldTier()
+    tier.chunks = {key(2): payload(key(2))}
+    store = make_store(tier)
+    put(store, 1)
+    settled: list[Key] = []
+    states, found = store.lookup(
+        "reader",
+        1,
+        [key(1), key(2), key(1), key(2), key(3), key(3)],
+        "all",
+        5.0,
+        lambda keys, chunks: settled.extend(keys),
+    )
+    ready, pending = State.READY, State.WRITING
+    assert states == [ready, pending, ready, pending, pending, pending]
+    assert found[0] is found[2] is not None
+    await store.quiesce()
+    assert sorted(settled) == [key(2), key(3)]
+    assert tally(store) == {"host": 1, "held": 1, "miss": 1}
+
+
+class ShortTier(HeldTier):
+    """Answers with one word less than it was asked for."""
+
+    async def lookup(self, keys: Sequence[Key], deadline: float | None = None) -> list[bool]:
+        answers = await super().lookup(keys, deadline)
+        return answers[: len(answers) - (self.short == "lookup")]
+
+    async def load(self, batch: Sequence[Item], deadline: float | None = None) -> list[Outcome]:
+        answers = await super().load(batch, deadline)
+        return answers[: len(answers) - (self.short == "load")]
+
+    async def store(self, batch: Sequence[Item], deadline: float | None = None) -> list[Outcome]:
+        answers = await super().store(batch, deadline)
+        return answers[: len(answers) - (self.short == "store")]
+
+    short = ""
+
+
+@pytest.mark.parametrize("short", ["lookup", "load"])
+async def test_a_tier_that_answers_too_little_is_a_failed_one(short: str) -> None:
+    bad, good = ShortTier("bad", "bad"), HeldTier("good", "good")
+    bad.short = short
+    for tier in (bad, good):
+        tier.chunks = {key(n): payload(key(n)) for n in (1, 2)}
+    store = make_store(bad, good)
+    chunks = await find(store, 1, 2)
+    assert [data(store, c) for c in chunks.values()] == [payload(key(1)), payload(key(2))]
+    assert store.counters.tier_errors == 1
+    assert store.host.usage().writing == 0
+    assert tally(store) == {"host": 0, "bad": 0, "good": 2, "miss": 0}
+
+
+async def test_a_tier_that_answers_too_little_does_not_end_its_cascade() -> None:
+    tier = ShortTier()
+    tier.short = "store"
+    store = make_store(tier)
+    task = asyncio.create_task(store.cascades[0].run())
+    put(store, 1)
+    await store.cascades[0].drain()
+    assert not task.done()
+    assert (store.cascades[0].stored, store.cascades[0].failed) == (0, 1)
+    await store.close()
+
+
+async def test_a_load_that_outlives_its_slot_is_not_given_it_twice() -> None:
+    """The second load must not write where the first one still does."""
+    clock, tier = FakeClock(), HeldTier()
+    tier.chunks = {key(1): payload(key(1))}
+    tier.gate.clear()
+    store = make_store(tier, clock=clock)
+    assert await find(store, 1, wait=0.01) == {}
+    clock.advance(61)
+    store.host.expire()
+    put(store, 1)  # an engine computed it meanwhile, and it was dropped again
+    clock.advance(61)
+    store.host.expire()
+    assert store.host.drop() == 1
+    assert await find(store, 1, wait=0.01, lease=2) == {}
+    assert len(tier.loads) == 2
+    assert store.host.usage().quarantined == PAGE
+    assert store.host.usage().writing == PAGE
+    tier.outcomes[key(1)] = Outcome.FAILED
+    tier.gate.set()
+    await store.quiesce()
+    assert store.host.usage().used == 0
+
+
+async def test_a_load_overtaken_by_an_engine_leaves_nothing_pending() -> None:
+    clock, tier = FakeClock(), HeldTier()
+    tier.chunks = {key(1): payload(key(1))}
+    tier.gate.clear()
+    store = make_store(tier, clock=clock)
+    assert await find(store, 1, wait=0.01) == {}
+    clock.advance(61)
+    store.host.expire()
+    put(store, 1)
+    tier.gate.set()
+    await store.quiesce()
+    assert store.host.usage().used == PAGE
+    clock.advance(61)
+    store.host.expire()
+    assert store.host.drop() == 1
+    chunks = await find(store, 1, lease=2)
+    assert data(store, chunks[key(1)]) == payload(key(1))
+
+
+async def test_what_is_too_late_evicts_nothing() -> None:
+    clock, tier = FakeClock(), HeldTier()
+    tier.chunks = {key(n): payload(key(n)) for n in range(1, 9)}
+    tier.gate.clear()
+    store = make_store(tier, pages=4, promotion_budget=0.25, clock=clock)
+    put(store, 11, 12, 13)
+    assert await find(store, 1, 2, wait=0.01) == {}
+    clock.advance(1)
+    tier.gate.set()
+    await store.quiesce()
+    assert tier.loads == [[key(1)]]
+    assert store.host.evicted == 0
+
+
+async def test_one_tier_that_does_not_close_keeps_no_other_open() -> None:
+    class Stuck(HeldTier):
+        async def close(self) -> None:
+            raise OSError("stuck")
+
+    class Closing(HeldTier):
+        closed = False
+
+        async def close(self) -> None:
+            self.closed = True
+
+    good = Closing("good")
+    store = make_store(Stuck("bad"), good)
+    await store.close()
+    assert good.closed
+
+
+async def test_dropping_from_tiers_of_one_name_counts_both() -> None:
+    one, two = HeldTier("1"), HeldTier("2")
+    one.chunks = {key(1): b""}
+    two.chunks = {key(1): b"", key(2): b""}
+    store = make_store(one, two)
+    assert await store.drop(["held"], None) == {"held": 3}
+
+
+async def test_a_long_lookup_full_of_misses_is_quick() -> None:
+    tier = HeldTier()
+    store = make_store(tier)
+    keys = [key(n) for n in range(20_000)]
+    async with asyncio.timeout(5):
+        assert await store.find("reader", 1, keys, "all", 5.0) == {}

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from kvstrata.host import Chunk, HostTier
 from kvstrata.keys import Key
 from kvstrata.node.placements import Placements
-from kvstrata.tiers.base import Item, Outcome, Tier, checksum
+from kvstrata.tiers.base import Item, Outcome, Tier, checksum, complete
 
 __all__ = ["Cascade"]
 
@@ -98,7 +99,7 @@ class Cascade:
     def _next_batch(self) -> list[Chunk]:
         batch: list[Chunk] = []
         size = 0
-        for key in list(self._queue)[:_BATCH_KEYS]:
+        for key in list(islice(self._queue, _BATCH_KEYS)):
             chunk = self._host.get(key)
             if chunk is not None and batch and size + chunk.nbytes > self._batch_bytes:
                 break
@@ -116,7 +117,8 @@ class Cascade:
         try:
             await self._add_checksums(batch)
             items = [self._item(chunk) for chunk in batch]
-            outcomes = await self.tier.store(items, self._clock() + _DEADLINE)
+            answers = await self.tier.store(items, self._clock() + _DEADLINE)
+            outcomes = complete(answers, len(batch))
         except Exception:
             _log.exception("tier %s: store failed", self.tier.name)
             outcomes = [Outcome.FAILED] * len(batch)

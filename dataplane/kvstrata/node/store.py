@@ -25,7 +25,7 @@ from kvstrata.node.placements import Placements
 from kvstrata.node.waits import Counters, Settle, Waits
 from kvstrata.policies import open_policy
 from kvstrata.slots import Slots
-from kvstrata.tiers.base import Item, Outcome, Tier
+from kvstrata.tiers.base import Item, Outcome, Tier, complete
 
 __all__ = ["Store"]
 
@@ -65,6 +65,7 @@ class Store:
         self._budget = Budget(int(len(region) * settings.promotion_budget))
         self._waits = Waits(self.host, self.counters, settings.lease_ttl)
         self._promoting: dict[Key, str] = {}
+        self._loads = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     def attach(self, tier: Tier) -> None:
@@ -94,6 +95,8 @@ class Store:
     ) -> tuple[list[State], list[Chunk | None]]:
         """Find and lease chunks. `State.WRITING` means pending: `settle` is called for it within
         `wait` seconds. Raises `Missing` for keys of unknown namespaces."""
+        if len(set(keys)) < len(keys):
+            return self._lookup_repeated(owner, lease, keys, want, wait, settle)
         for key in keys:
             self.namespaces.size_of(key)
         found = self.host.lease(owner, lease, keys, self.settings.lease_ttl, want == "prefix")
@@ -115,6 +118,21 @@ class Store:
             for key, chunk in zip(keys, found, strict=True)
         ]
         return states, found
+
+    def _lookup_repeated(
+        self,
+        owner: str,
+        lease: int,
+        keys: Sequence[Key],
+        want: Literal["prefix", "all"],
+        wait: float,
+        settle: Settle,
+    ) -> tuple[list[State], list[Chunk | None]]:
+        """`lookup` of keys some of which are named more than once: each counts once."""
+        unique = list(dict.fromkeys(keys))
+        states, found = self.lookup(owner, lease, unique, want, wait, settle)
+        at = {key: i for i, key in enumerate(unique)}
+        return [states[at[key]] for key in keys], [found[at[key]] for key in keys]
 
     async def find(
         self,
@@ -168,11 +186,12 @@ class Store:
         for name in tiers:
             if name not in known:
                 raise Malformed(f"no tier {name!r} here: this node has {sorted(known)}")
-        dropped = {}
+        dropped: dict[str, int] = {}
         for tier in self.tiers:
             if tier.name in tiers:
                 victims = tier.keys() if keys is None else keys
-                dropped[tier.name] = sum(await tier.evict(victims))
+                gone = sum(await tier.evict(victims))
+                dropped[tier.name] = dropped.get(tier.name, 0) + gone
         if "host" in tiers:
             dropped["host"] = self.host.drop(keys)
         return dropped
@@ -187,7 +206,10 @@ class Store:
         """Close the tiers. Returns when nothing touches the region any more."""
         await self.quiesce()
         for tier in self.tiers:
-            await tier.close()
+            try:
+                await tier.close()
+            except Exception:
+                _log.exception("tier %s did not close", tier.name)
 
     def _split_missing(
         self, missing: Sequence[Key], want: Literal["prefix", "all"]
@@ -218,7 +240,8 @@ class Store:
                 if want == "prefix":
                     gap = next((i for i, key in enumerate(left) if key not in where), len(left))
                     located = left[:gap]
-                self._give_back([key for key in left if key not in set(located)])
+                wanted = set(located)
+                self._give_back([key for key in left if key not in wanted])
                 failed = await asyncio.gather(
                     *(
                         self._load(i, [k for k in located if where[k] == i], deadline)
@@ -247,7 +270,7 @@ class Store:
             if not unknown:
                 break
             try:
-                present = await self.tiers[i].lookup(unknown, deadline)
+                present = complete(await self.tiers[i].lookup(unknown, deadline), len(unknown))
             except Exception:
                 # A tier that breaks its contract must not take the others with it.
                 _log.exception("tier %s: lookup failed", self.tiers[i].name)
@@ -262,15 +285,24 @@ class Store:
         failed: dict[Key, int] = {}
         for batch in self._batches(keys):
             async with self._budget.take(sum(n for _, n in batch)):
-                for key in await self._load_batch(number, batch, deadline):
-                    failed[key] = number
+                # Too late, it must not evict what is of use for what would not be loaded.
+                late = self.clock() >= deadline
+                left = (
+                    [key for key, _ in batch]
+                    if late
+                    else await self._load_batch(number, batch, deadline)
+                )
+                failed |= dict.fromkeys(left, number)
         return failed
 
     async def _load_batch(
         self, number: int, batch: Sequence[tuple[Key, int]], deadline: float
     ) -> list[Key]:
         tier = self.tiers[number]
-        owner = f"tier:{tier.store_id}"
+        # An owner for each load: one that is overdue may still be writing to its slots, and its
+        # end must not touch those of a later one.
+        self._loads += 1
+        owner = f"{_came_from(tier)}{self._loads}"
         offsets = self.host.reserve(owner, batch)
         items, settled = [], []
         for (key, nbytes), offset in zip(batch, offsets, strict=True):
@@ -286,7 +318,7 @@ class Store:
         if not items:
             return []
         try:
-            outcomes = await tier.load(items, deadline)
+            outcomes = complete(await tier.load(items, deadline), len(items))
         except Exception:
             _log.exception("tier %s: load failed", tier.name)
             self.counters.tier_errors += 1
@@ -298,6 +330,9 @@ class Store:
         for item in loaded:
             self._promoting[item.key] = tier.name
         self.host.commit(owner, [item.key for item in loaded])
+        self.host.forget(owner)
+        for item in loaded:  # where another was ready first, ours was not announced
+            self._promoting.pop(item.key, None)
         return failed
 
     def _batches(self, keys: Sequence[Key]) -> list[list[tuple[Key, int]]]:
@@ -323,8 +358,8 @@ class Store:
         for source, keys in by_source.items():
             self._waits.settle(keys, source)
         for cascade in self.cascades:
-            came_from = f"tier:{cascade.tier.store_id}"
-            cascade.offer([chunk.key for chunk in chunks if chunk.owner != came_from])
+            here = _came_from(cascade.tier)
+            cascade.offer([chunk.key for chunk in chunks if not chunk.owner.startswith(here)])
 
     def _on_gone(self, chunks: Sequence[Chunk]) -> None:
         self.placements.removed("host", [c.key for c in chunks if c.state is State.READY])
@@ -337,3 +372,8 @@ class Store:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _came_from(tier: Tier) -> str:
+    """How the owners of what a tier loads begin."""
+    return f"tier:{tier.store_id}#"

@@ -21,13 +21,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import xxhash
 
 from kvstrata.keys import Key, Namespace
 
-__all__ = ["Item", "Outcome", "Tier", "TierContext", "Usage", "checksum"]
+__all__ = ["Item", "Outcome", "Tier", "TierContext", "Usage", "checksum", "complete"]
+
+_T = TypeVar("_T")
 
 
 class Outcome(enum.StrEnum):
@@ -138,6 +140,13 @@ class Tier(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Release everything. Idempotent. Returns when no call touches item memory."""
+
+
+def complete(answers: Sequence[_T], count: int) -> Sequence[_T]:
+    """What a tier answered to a batch of `count`. Raises `ValueError` if it is not one each."""
+    if len(answers) != count:
+        raise ValueError(f"a tier gave {len(answers)} answers for {count} keys")
+    return answers
 
 
 def checksum(view: memoryview) -> int:
