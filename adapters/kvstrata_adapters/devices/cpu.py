@@ -21,8 +21,9 @@ import numpy as np
 from kvstrata.errors import KVStrataError, LinkBroken, Malformed
 from kvstrata.layout import CopyRun
 from kvstrata_adapters.devices.base import Bytes, Copy, Device, JobResult
+from kvstrata_adapters.devices.grids import Grid, copy_pages, grids_of
 from kvstrata_adapters.devices.jobs import Jobs, Lane, as_error
-from kvstrata_adapters.devices.rows import Plan, check_copy, check_run, copy_pages
+from kvstrata_adapters.devices.rows import check_copy
 
 __all__ = ["CpuDevice"]
 
@@ -38,10 +39,11 @@ class CpuDevice(Device):
     """See the module. `close` it: it owns two threads."""
 
     def __init__(self) -> None:
+        self._caches: list[Bytes] = []  # a grid keeps only one of its caches alive
         self._blocks: dict[int, int] = {}
         self._page_bytes: dict[int, int] = {}
-        self._load_plans: dict[int, list[Plan]] = {}
-        self._store_plans: dict[int, list[Plan]] = {}
+        self._load_grids: dict[int, list[Grid]] = {}
+        self._store_grids: dict[int, list[Grid]] = {}
         self._region: Bytes | None = None
         self._jobs = Jobs()
         self._lanes = [Lane("store", self._run_store), Lane("load", self._run_load)]
@@ -57,16 +59,17 @@ class CpuDevice(Device):
             raise Malformed("the caches of this device are registered already")
         if set(runs) != set(page_bytes) or set(store_runs or runs) != set(runs):
             raise Malformed("runs and page sizes must be of the same groups")
+        self._caches = list(caches)
         for group, group_runs in runs.items():
             size = page_bytes[group]
-            self._load_plans[group] = [_plan(caches, run, size) for run in group_runs]
-            self._store_plans[group] = (
-                [_plan(caches, run, size) for run in store_runs[group]]
+            self._load_grids[group] = grids_of(caches, group_runs, size)
+            self._store_grids[group] = (
+                grids_of(caches, store_runs[group], size)
                 if store_runs is not None
-                else self._load_plans[group]
+                else self._load_grids[group]
             )
-            plans = self._load_plans[group] + self._store_plans[group]
-            self._blocks[group] = min((len(plan.rows) for plan in plans), default=0)
+            grids = self._load_grids[group] + self._store_grids[group]
+            self._blocks[group] = min((grid.box.rows for grid in grids), default=0)
         self._page_bytes = dict(page_bytes)
 
     def attach(self, region: memoryview) -> None:
@@ -95,12 +98,12 @@ class CpuDevice(Device):
     # ------------------------------------------------------------ on the lanes' threads
 
     def _run_store(self, job: _Job) -> None:
-        self._run(job, self._store_plans, to_region=True)
+        self._run(job, self._store_grids, to_region=True)
 
     def _run_load(self, job: _Job) -> None:
-        self._run(job, self._load_plans, to_region=False)
+        self._run(job, self._load_grids, to_region=False)
 
-    def _run(self, job: _Job, plans: Mapping[int, list[Plan]], to_region: bool) -> None:
+    def _run(self, job: _Job, grids: Mapping[int, list[Grid]], to_region: bool) -> None:
         started, nbytes = time.perf_counter(), 0
         error: KVStrataError | None = None
         try:
@@ -111,17 +114,7 @@ class CpuDevice(Device):
             for copy in job.copies:
                 check_copy(copy, self._page_bytes, self._blocks, job.region.size)
             for copy in job.copies:
-                nbytes += copy_pages(plans[copy.group], copy, job.region, to_region)
+                nbytes += copy_pages(grids[copy.group], copy, job.region, to_region)
         except Exception as e:
             error = as_error(job.number, e)
         self._jobs.end(JobResult(job.number, nbytes, time.perf_counter() - started, error))
-
-
-def _plan(caches: Sequence[Bytes], run: CopyRun, page_bytes: int) -> Plan:
-    for cache in caches[run.cache : run.cache + 1]:
-        if cache.ndim != 2 or (cache.shape[1] > 1 and cache.strides[1] != 1):
-            raise Malformed(
-                f"cache {run.cache} must be (blocks, row bytes) with the last axis dense"
-            )
-    check_run(run, [cache.shape[-1] for cache in caches], page_bytes)
-    return Plan.of(run, caches[run.cache])
