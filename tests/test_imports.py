@@ -38,6 +38,7 @@ FLOORS = {
     "kvstrata.api": 2,
     "kvstrata.control": 2,
     "kvstrata.eviction": 3,
+    "kvstrata.leases": 3,
     "kvstrata.host": 3,
     "kvstrata.tiers": 3,
     "kvstrata.client": 3,

@@ -41,6 +41,53 @@ def test_engines_see_what_the_node_writes_and_the_reverse(tmp_path: Path) -> Non
     node.close()
 
 
+WORKER = """
+import sys
+from pathlib import Path
+from kvstrata.region import Region
+name, size, rank, shares = sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
+region = Region.attach(name, size, Path(sys.argv[1]))
+print("mapped", flush=True)
+sys.stdin.readline()
+share = size // 2 // shares
+mine = region.view[size // 2 + rank * share :][:share]
+for _ in range(50):
+    mine[:] = bytes([rank + 1]) * share
+"""
+
+
+def test_the_workers_of_an_engine_write_their_shares_of_a_slot_at_once(tmp_path: Path) -> None:
+    node, shares = create(tmp_path), 4
+    workers = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-c", WORKER, str(tmp_path)),
+                *(node.name, str(SIZE), str(rank), str(shares)),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(shares)
+    ]
+    try:
+        for worker in workers:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == "mapped\n"
+        for worker in workers:
+            assert worker.stdin is not None
+            worker.stdin.write("go\n")
+            worker.stdin.flush()
+        assert [worker.wait(timeout=30) for worker in workers] == [0] * shares
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+    written = b"".join(bytes([rank + 1]) * (SIZE // 2 // shares) for rank in range(shares))
+    assert bytes(node.view) == bytes(SIZE // 2) + written
+    node.close()
+
+
 def test_name_tells_node_and_incarnation(tmp_path: Path) -> None:
     region = create(tmp_path, "node-a.local", "42")
     assert region.name == "kvstrata-node-a.local-42"

@@ -26,13 +26,14 @@ import enum
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 
 from kvstrata.chains import Chains
 from kvstrata.chunks import Chunk, State, is_idle
 from kvstrata.eviction import make_room
 from kvstrata.keys import Key
+from kvstrata.leases import Leases
 from kvstrata.policies import Policy
 from kvstrata.slots import Slots
 
@@ -52,15 +53,6 @@ class Used(enum.IntEnum):
     OWNED = 1  # the slot now belongs to the key: write, then commit or abort
     DUPLICATE = 0  # the chunk is here or being written; the slot waits for commit or abort
     UNKNOWN = -1  # not a slot granted to this owner
-
-
-@dataclass(slots=True, eq=False)
-class _Lease:
-    owner: str
-    id: int
-    expires: float
-    held: dict[Key, Chunk] = field(default_factory=dict)
-    busy: dict[Key, list[Chunk]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +89,6 @@ class HostTier:
     ) -> None:
         self.slots = slots
         self.evicted = 0
-        self.expired_leases = 0
         self.expired_writes = 0
         self._policy = policy
         self._clock = clock
@@ -107,9 +98,8 @@ class HostTier:
         self._chunks: dict[Key, Chunk] = {}
         self._writes: dict[str, dict[Key, Chunk]] = {}
         self._grants: dict[str, dict[int, int]] = {}
-        self._leases: dict[tuple[str, int], _Lease] = {}
+        self._leases = Leases(self.unpin)
         self._hidden: set[Chunk] = set()
-        self._lease_heap: list[tuple[float, str, int]] = []
         self._write_heap: list[tuple[float, int, list[Chunk]]] = []
         self._chains = Chains()
         self._sequence = 0
@@ -212,7 +202,8 @@ class HostTier:
                 self._chunks[key] = writes[key] = chunk
                 fresh.append(chunk)
                 answers.append(Used.OWNED)
-        self._watch(fresh, expires)
+        if fresh:
+            self._watch(fresh, expires)
         return answers
 
     def ungrant(self, owner: str, offsets: Iterable[int]) -> None:
@@ -244,11 +235,7 @@ class HostTier:
         """Take (or add to) a lease on those keys that are ready; it then runs for `ttl`
         seconds, or until the time it already had, if that is later. `chain` says that each key
         extends the one before it: eviction goes by that, when the absent ones come too."""
-        now = self._clock()
-        lease = self._leases.get((owner, id))
-        if lease is None:
-            lease = self._leases[owner, id] = _Lease(owner, id, now)
-        self._extend(lease, now + ttl)
+        lease = self._leases.open(owner, id, self._clock() + ttl)
         if chain:
             self._chains.learn(keys)
         held, chunks = lease.held, self._chunks
@@ -273,48 +260,20 @@ class HostTier:
     def renew(self, owner: str, ids: Iterable[int], ttl: float) -> list[int]:
         """Extend leases; the ids of those that have lapsed."""
         now = self._clock()
-        lapsed = []
-        for id_ in ids:
-            lease = self._leases.get((owner, id_))
-            if lease is None or lease.expires < now:
-                lapsed.append(id_)
-            else:
-                self._extend(lease, now + ttl)
-        return lapsed
+        return self._leases.renew(owner, ids, now, now + ttl)
 
     def release(self, owner: str, ids: Iterable[int]) -> None:
         """End leases. What is being read under them (`begin`) stays until `end`."""
-        for id_ in ids:
-            lease = self._leases.get((owner, id_))
-            if lease is not None:
-                self._let_go(lease)
+        self._leases.release(owner, ids)
 
     def begin(self, owner: str, id: int, keys: Sequence[Key]) -> bool:  # noqa: A002
         """Reading starts. False if the lease does not hold all of the keys any more: then
         nothing has begun and their bytes must not be trusted."""
-        lease = self._leases.get((owner, id))
-        if lease is None or any(key not in lease.held for key in keys):
-            return False
-        for key in keys:
-            chunk = lease.held[key]
-            chunk.io += 1
-            lease.busy.setdefault(key, []).append(chunk)
-        return True
+        return self._leases.begin(owner, id, keys)
 
     def end(self, owner: str, id: int, keys: Iterable[Key]) -> None:  # noqa: A002
         """Reading ended. Keys not being read are ignored."""
-        lease = self._leases.get((owner, id))
-        if lease is None:
-            return
-        for key in keys:
-            reading = lease.busy.get(key)
-            if not reading:
-                continue
-            self.unpin(reading.pop())
-            if not reading:
-                del lease.busy[key]
-        if not lease.held and not lease.busy:
-            self._leases.pop((owner, id), None)
+        self._leases.end(owner, id, keys)
 
     def pin(self, keys: Iterable[Key]) -> list[Chunk]:
         """Ready chunks of `keys`, kept from reuse (not from being dropped) until `unpin`.
@@ -354,22 +313,12 @@ class HostTier:
         self.abort(owner, list(self._writes.get(owner, ())))
         self._writes.pop(owner, None)
         self.slots.free_many(self._grants.pop(owner, {}))
-        for lease in [lease for lease in self._leases.values() if lease.owner == owner]:
-            for reading in lease.busy.values():
-                for chunk in reading:
-                    self.unpin(chunk)
-            lease.busy.clear()
-            self._let_go(lease)
+        self._leases.forget(owner)
 
     def expire(self) -> None:
         """Act on what the clock has made true: lapsed leases, overdue writes."""
         now = self._clock()
-        while self._lease_heap and self._lease_heap[0][0] < now:
-            expires, owner, id_ = heapq.heappop(self._lease_heap)
-            lease = self._leases.get((owner, id_))
-            if lease is not None and lease.expires == expires:
-                self.expired_leases += bool(lease.held)
-                self._let_go(lease)
+        self._leases.expire(now)
         overdue = []
         while self._write_heap and self._write_heap[0][0] < now:
             for chunk in heapq.heappop(self._write_heap)[2]:
@@ -384,6 +333,10 @@ class HostTier:
         self._chains.prune(self._chunks, len(self._chunks))
 
     # ------------------------------------------------------------ state
+
+    @property
+    def expired_leases(self) -> int:
+        return self._leases.expired
 
     def get(self, key: Key) -> Chunk | None:
         """The ready chunk of a key, if there is one."""
@@ -418,9 +371,10 @@ class HostTier:
             for (key, nbytes), offset in zip(missing.items(), offsets, strict=True)
             if offset != NO_ROOM
         }
-        self._chunks.update(fresh)
-        self._writes.setdefault(owner, {}).update(fresh)
-        self._watch(list(fresh.values()), expires)
+        if fresh:
+            self._chunks.update(fresh)
+            self._writes.setdefault(owner, {}).update(fresh)
+            self._watch(list(fresh.values()), expires)
 
     def _resume(
         self, owner: str, requests: Sequence[tuple[Key, int]], expires: float
@@ -435,14 +389,14 @@ class HostTier:
                 chunk.visible = True
                 chunk.expires = expires
                 self._chunks[key] = resumed[key] = chunk
-        self._watch(list(resumed.values()), expires)
+        if resumed:
+            self._watch(list(resumed.values()), expires)
         return {key: chunk.offset for key, chunk in resumed.items()}
 
     def _watch(self, chunks: list[Chunk], expires: float) -> None:
         """These writes, started together, are overdue when `expires` passes."""
-        if chunks:
-            self._sequence += 1
-            heapq.heappush(self._write_heap, (expires, self._sequence, chunks))
+        self._sequence += 1
+        heapq.heappush(self._write_heap, (expires, self._sequence, chunks))
 
     def _allocate(self, sizes: Sequence[int]) -> list[int]:
         """Offsets for `sizes`, evicting idle chunks as needed; `NO_ROOM` where that fails."""
@@ -488,18 +442,6 @@ class HostTier:
             self._ready_bytes += len(keys) * self.slots.rounded(nbytes)
             self._policy.insert(keys, nbytes, self._chains.extended(keys, self._chunks))
         self._on_ready(ready)
-
-    def _extend(self, lease: _Lease, expires: float) -> None:
-        if expires > lease.expires or not lease.held:
-            lease.expires = max(expires, lease.expires)
-            heapq.heappush(self._lease_heap, (lease.expires, lease.owner, lease.id))
-
-    def _let_go(self, lease: _Lease) -> None:
-        for chunk in lease.held.values():
-            chunk.readers -= 1
-        lease.held.clear()
-        if not lease.busy:
-            self._leases.pop((lease.owner, lease.id), None)
 
 
 def _runs(sizes: Sequence[int]) -> list[tuple[int, int]]:
