@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -119,6 +121,32 @@ def test_huge_pages_are_asked_for_unless_told_not_to(tmp_path: Path) -> None:
         assert ("hg" in flags_of(region)) == asked
         assert bytes(region.view) == bytes(SIZE)
         region.close()
+
+
+def test_memory_that_is_not_there_is_told_and_not_left_to_kill_its_users(tmp_path: Path) -> None:
+    region = Region.create("n", "1", 4 * mmap.PAGESIZE, tmp_path, populate=False)
+    os.truncate(region.path, mmap.PAGESIZE)
+    with pytest.raises(ConfigError, match=r"lower `host\.capacity`"):
+        region.populate()
+    region.close()
+
+
+def test_other_threads_run_while_memory_is_populated(tmp_path: Path) -> None:
+    region = Region.create("n", "1", 128 << 20, tmp_path, populate=False)
+    thread = threading.Thread(target=region.populate)
+    turns = 0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    region.close()
+    assert turns >= 3
+
+
+def test_a_region_that_is_closed_under_its_populating_thread_ends_it(tmp_path: Path) -> None:
+    region = Region.create("n", "1", mmap.PAGESIZE, tmp_path, populate=False)
+    region.close()
+    region.populate()
 
 
 def test_close_removes_the_owners_file_only(tmp_path: Path) -> None:

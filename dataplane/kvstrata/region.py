@@ -9,6 +9,7 @@ regions of living ones without trusting process ids, and remove them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -22,6 +23,7 @@ __all__ = ["PREFIX", "Region", "sweep"]
 PREFIX = "kvstrata-"
 _NAME = re.compile(r"kvstrata-[A-Za-z0-9._-]{1,160}")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module before Python 3.13
+_POPULATE_BYTES = 16 << 20
 
 
 class Region:
@@ -76,10 +78,32 @@ class Region:
             with contextlib.suppress(OSError):
                 region._map.madvise(mmap.MADV_HUGEPAGE)
         if populate:
-            # Older kernels populate lazily.
-            with contextlib.suppress(OSError):
-                region._map.madvise(_MADV_POPULATE_WRITE)
+            try:
+                region.populate()
+            except BaseException:
+                region.close()
+                raise
         return region
+
+    def populate(self) -> None:
+        """Touch every page. Takes about a second a GiB, in which other threads run; a region
+        that is closed meanwhile ends it. Raises `ConfigError` if the memory is not there."""
+        try:
+            for start in range(0, self.size, _POPULATE_BYTES):
+                # In pieces: the call holds the interpreter's lock (1.9 s a GiB were measured).
+                self._map.madvise(
+                    _MADV_POPULATE_WRITE, start, min(_POPULATE_BYTES, self.size - start)
+                )
+        except ValueError:
+            return  # closed
+        except OSError as e:
+            if e.errno == errno.EINVAL:
+                return  # Older kernels populate lazily.
+            # Later, a touch would kill whoever touches it.
+            raise ConfigError(
+                f"{_gib(self.size)} of {self.path.parent} can't be had ({e.strerror}), though "
+                "they were free: lower `host.capacity` or mount a larger tmpfs"
+            ) from e
 
     @classmethod
     def attach(cls, name: str, size: int, shm_dir: Path) -> Region:
@@ -91,10 +115,13 @@ class Region:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as e:
             raise LinkBroken(f"region {path} can't be mapped: {e.strerror}") from e
-        if os.fstat(fd).st_size != size:
+        try:
+            if os.fstat(fd).st_size != size:
+                raise LinkBroken(f"region {path} does not have the {size} bytes its node announced")
+            return cls(path, fd, size, owner=False)
+        except BaseException:
             os.close(fd)
-            raise LinkBroken(f"region {path} does not have the {size} bytes its node announced")
-        return cls(path, fd, size, owner=False)
+            raise
 
     def close(self) -> None:
         """Unmap; the owner also removes the file. Idempotent.
