@@ -218,7 +218,7 @@ def test_what_is_wrong_keeps_secrets_even_misspelt(values: dict[str, object]) ->
     assert "hush" not in what_is_wrong(caught.value)
 
 
-@pytest.mark.parametrize("token", ["smörgås", "two words", "line\n"])
+@pytest.mark.parametrize("token", ["smörgås", "trailing ", "line\n"])
 def test_a_token_is_what_a_header_can_carry(token: str) -> None:
     for schema in (lambda: ServerSettings(token=token), lambda: ControlSettings(token=token)):
         with pytest.raises(ValidationError) as caught:

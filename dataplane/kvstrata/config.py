@@ -83,7 +83,7 @@ def _address(value: str) -> str:
 Listen = Annotated[str, AfterValidator(_address)]
 
 # What a header can carry.
-Token = Annotated[str, Field(pattern=r"^[!-~]*$", repr=False)]
+Token = Annotated[str, Field(pattern=r"^([!-~]([ -~]*[!-~])?)?$", repr=False)]
 
 # Where pydantic's own words don't say what to write.
 _SIZE = "is not a size: write 64GiB, 500MB or a number of bytes"

@@ -26,7 +26,7 @@ DEFAULT_TIMEOUT = 10.0
 _CONNECT_TIMEOUT = 3.0
 # Errors may carry a list of what is wrong; nobody reads more of a stranger's text than this.
 _MAX_TEXT = 500
-_TOKEN = re.compile(r"[!-~]*")
+_TOKEN = re.compile(r"([!-~]([ -~]*[!-~])?)?")
 _SET_IT = "set it: KVSTRATA_TOKEN or --token; for a node KVSTRATA_NODE_CONTROL__TOKEN"
 
 R = TypeVar("R", bound=BaseModel)
@@ -143,8 +143,8 @@ class _Client:
             )
         if not _TOKEN.fullmatch(token):
             raise ConfigError(
-                "the bearer token has characters that no header can carry: use printable ASCII "
-                "without spaces"
+                "the bearer token has characters that no header can carry: use printable ASCII, "
+                "and no space at either end"
             )
         self.url = url.rstrip("/")
         self._token = token
