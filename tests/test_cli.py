@@ -22,19 +22,9 @@ from kvstrata.cli.flags import settings_from
 from kvstrata.client import Client
 from kvstrata.config import NodeSettings, ServerSettings
 from kvstrata.errors import Busy, ConfigError, LinkBroken
-from kvstrata.keys import Field, Group, Namespace
+from kvstrata.testing.chunks import a_namespace
 
-NAMESPACE = Namespace(
-    model="tiny",
-    revision="r1",
-    config="c1",
-    dtype="bf16",
-    content_format="test",
-    groups=(Group(0, "full", ("l0",), (Field("kv", 2, 64),), 16),),
-    blocks_per_chunk=4,
-    hash_algorithm="sha256",
-    hash_seed="s",
-)
+NAMESPACE = a_namespace(128, blocks_per_chunk=4)
 KEYS = [NAMESPACE.key(0, bytes([i]) * 32) for i in range(4)]
 TOKEN = "a-token-for-tests"
 

@@ -19,7 +19,7 @@ from kvstrata.keys import (
     require_same,
     split_key,
 )
-from kvstrata.testing.tiers import a_namespace
+from kvstrata.testing.chunks import a_namespace
 
 digests = st.binary(min_size=16, max_size=16)
 group_ids = st.integers(0, 2**32 - 1)

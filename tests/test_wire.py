@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvstrata import wire
 from kvstrata.errors import Malformed
-from kvstrata.testing.tiers import a_namespace
+from kvstrata.testing.chunks import a_namespace
 
 ints = st.integers(-(2**63), 2**63 - 1)
 TO_NODE = (wire.Hello, wire.Step, wire.Status, wire.Drop)

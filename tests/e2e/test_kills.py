@@ -10,33 +10,22 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvstrata.api import LookupRequest, NodeState, TransferRequest, TransferState
 from kvstrata.client import Client
 from kvstrata.control import SyncControlPlane
-from kvstrata.errors import KVStrataError
-from kvstrata.keys import Field, Group, Key, Namespace
+from kvstrata.keys import Key
+from kvstrata.testing.chunks import a_namespace
+from kvstrata.testing.waiting import eventually
 
 PAGE = 16384
 TOKEN = "of the tests"
-NAMESPACE = Namespace(
-    model="m",
-    revision="r",
-    config="c",
-    dtype="float32",
-    content_format="test",
-    groups=(Group(0, "full", ("l0",), (Field("kv", 2, PAGE // 2),), 16),),
-    blocks_per_chunk=1,
-    hash_algorithm="sha256",
-    hash_seed="0",
-)
+NAMESPACE = a_namespace(PAGE)
 ENGINE = """
 import sys, time
 from kvstrata.client import Client
@@ -55,19 +44,6 @@ def key(n: int) -> Key:
 
 def payload(n: int) -> bytes:
     return bytes([n % 251]) * PAGE
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
-    deadline = time.monotonic() + seconds
-    trouble: object = "the condition stayed false"
-    while time.monotonic() < deadline:
-        try:
-            if value := condition():
-                return value
-        except KVStrataError as e:
-            trouble = e
-        time.sleep(0.05)
-    raise AssertionError(f"did not happen within {seconds} s: {trouble}")
 
 
 class Cluster:

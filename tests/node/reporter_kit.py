@@ -12,22 +12,13 @@ from kvstrata.api import Outcome
 from kvstrata.backoff import Backoff
 from kvstrata.config import ControlSettings
 from kvstrata.control import ControlPlane
-from kvstrata.keys import Field, Group, Key, Namespace
+from kvstrata.keys import Key
 from kvstrata.node.placements import PlacementChange, Placements
 from kvstrata.node.reported import Pull, PullResult
 from kvstrata.node.reporter import Reporter
+from kvstrata.testing.chunks import a_namespace
 
-NAMESPACE = Namespace(
-    model="tiny",
-    revision="r1",
-    config="c1",
-    dtype="bf16",
-    content_format="test",
-    groups=(Group(0, "full", ("l0",), (Field("kv", 2, 64),), 16),),
-    blocks_per_chunk=4,
-    hash_algorithm="sha256",
-    hash_seed="s",
-)
+NAMESPACE = a_namespace(128, blocks_per_chunk=4)
 
 
 def key(number: int) -> Key:
@@ -139,13 +130,3 @@ def reporter_of(node: SaidNode, link: httpx.AsyncBaseTransport | None, url: str 
         new_backoff=lambda: Backoff(0.002, 0.01),
         **more,
     )
-
-
-async def eventually(condition: Callable[[], object], timeout: float = 20.0) -> None:
-    """Return once it holds. Other tasks run meanwhile."""
-    try:
-        async with asyncio.timeout(timeout):
-            while not condition():  # noqa: ASYNC110 - the condition is of another task
-                await asyncio.sleep(0.002)
-    except TimeoutError:
-        raise AssertionError("it never came to hold") from None

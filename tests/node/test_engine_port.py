@@ -30,26 +30,17 @@ from kvstrata.errors import (
     Malformed,
     NamespaceMismatch,
 )
-from kvstrata.keys import Field, Group, Key, Namespace
+from kvstrata.keys import Key, Namespace
 from kvstrata.node.engine_port import EnginePort
 from kvstrata.node.namespaces import Namespaces
 from kvstrata.node.store import Store
 from kvstrata.region import Region
+from kvstrata.testing.chunks import a_namespace
 from kvstrata.wire import State
 
 PAGE = 4096
 PAGES = 16
-NAMESPACE = Namespace(
-    model="m",
-    revision="r",
-    config="c",
-    dtype="float32",
-    content_format="test",
-    groups=(Group(0, "full", ("l0",), (Field("kv", 1, PAGE),), 16),),
-    blocks_per_chunk=1,
-    hash_algorithm="sha256",
-    hash_seed="0",
-)
+NAMESPACE = a_namespace(PAGE)
 
 
 def key(n: int) -> Key:
@@ -141,12 +132,12 @@ async def test_a_scheduler_learns_the_namespace_its_worker_registered(port: Port
 
 
 async def test_two_workers_of_one_engine_must_mean_the_same_bytes(port: Port) -> None:
-    other = msgspec.structs.replace(NAMESPACE, dtype="bfloat16")
+    other = msgspec.structs.replace(NAMESPACE, dtype="float32")
 
     def work() -> None:
         with (
             port.client("e", role="worker"),
-            pytest.raises(NamespaceMismatch, match="dtype: 'float32' here, 'bfloat16' there"),
+            pytest.raises(NamespaceMismatch, match="dtype: 'bfloat16' here, 'float32' there"),
         ):
             port.client("e", role="worker", namespace=other)
         # Once the old engine is gone, new weights are welcome.

@@ -20,24 +20,15 @@ from pydantic import ByteSize
 from kvstrata.client import Client
 from kvstrata.config import HostSettings, NodeSettings, PeerSettings, TierSettings
 from kvstrata.errors import ConfigError, KVStrataError, LinkBroken
-from kvstrata.keys import Field, Group, Key, Namespace
+from kvstrata.keys import Key
 from kvstrata.node.process import Node
 from kvstrata.node.pulls import Pulls
 from kvstrata.node.reported import Pull, PullSource
+from kvstrata.testing.chunks import a_namespace
 from kvstrata.wire import State, StatusReply
 
 PAGE = 8192
-NAMESPACE = Namespace(
-    model="m",
-    revision="r",
-    config="c",
-    dtype="float32",
-    content_format="test",
-    groups=(Group(0, "full", ("l0",), (Field("kv", 2, PAGE // 2),), 16),),
-    blocks_per_chunk=1,
-    hash_algorithm="sha256",
-    hash_seed="0",
-)
+NAMESPACE = a_namespace(PAGE)
 
 
 def key(n: int) -> Key:
@@ -196,7 +187,7 @@ async def test_one_node_a_socket(tmp_path: Path) -> None:
         ({"tiers": [TierSettings(type="no.such:Tier")]}, "tier type 'no.such:Tier'"),
         ({"peers": PeerSettings(transports=["pigeon"], listen="tcp://127.0.0.1:0")}, "pigeon"),
         ({"peers": PeerSettings(listen="tcp://0.0.0.0:0", transports=["tcp"])}, "peers.secret"),
-        ({"metrics": "nowhere"}, "metrics 'nowhere'"),
+        ({"metrics": "203.0.113.1:0"}, "metrics '203.0.113.1:0'"),
         ({"pages": 1 << 40}, "lower `host.capacity`"),
     ],
 )

@@ -24,6 +24,7 @@ from kvstrata.node import peer_port
 from kvstrata.node.peer_port import PeerPort
 from kvstrata.peer_socket import tune
 from kvstrata.testing.sources import MemorySource, demo_keys, demo_namespace, pattern
+from kvstrata.testing.waiting import until
 from kvstrata.tiers.peer_link import PeerLink
 from kvstrata.transports.tcp import TcpTransport
 
@@ -34,12 +35,6 @@ SECRET = "only the cluster knows"
 
 def soon(seconds=10.0):
     return time.monotonic() + seconds
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - whatever the port does, as seen from outside
-            await asyncio.sleep(0.01)
 
 
 strangers = []

@@ -1,12 +1,13 @@
 import asyncio
 
 import pytest
-from reporter_kit import NAMESPACE, SaidNode, eventually, hexes
+from reporter_kit import NAMESPACE, SaidNode, hexes
 
 from kvstrata import api
 from kvstrata.api import Outcome, TransferState
 from kvstrata.errors import LinkBroken, Missing
 from kvstrata.node.pulling import Puller
+from kvstrata.testing.waiting import until
 
 PULL = api.Command(kind="pull", transfer="t1", keys=hexes(1), deadline_in=30)
 CANCEL = api.Command(kind="cancel", transfer="t1")
@@ -52,7 +53,7 @@ async def test_taking_a_command_is_said_at_once_and_its_result_at_the_end(parts)
     await puller.handle([PULL])
     assert [(p.transfer, p.final, p.outcomes) for p in server.posted] == [("t1", False, {})]
     gate.set()
-    await eventually(lambda: server.finals)
+    await until(lambda: server.finals)
     (final,) = server.finals
     assert final.outcomes == {hexes(1)[0]: Outcome.STORED}
     assert final.sources == {hexes(1)[0]: "somewhere"}
@@ -67,7 +68,7 @@ async def test_a_command_that_comes_again_is_not_executed_again(parts):
     await puller.handle([PULL])
     await puller.handle([PULL])
     gate.set()
-    await eventually(lambda: server.finals)
+    await until(lambda: server.finals)
     await puller.handle([PULL])
     assert len(node.pulls) == 1
     assert server.finals[0] == server.finals[1]
@@ -77,16 +78,16 @@ async def test_a_result_is_posted_until_it_arrives(parts):
     _, server, puller = parts
     await puller.handle([PULL])
     server.failures = [LinkBroken("gone"), LinkBroken("gone")]
-    await eventually(lambda: len(server.finals) == 3)
+    await until(lambda: len(server.finals) == 3)
 
 
 async def test_a_cancel_ends_the_pull_and_is_confirmed(parts):
     node, server, puller = parts
     node.pulling = lambda pull: asyncio.get_running_loop().create_future()
     await puller.handle([PULL])
-    await eventually(lambda: node.pulls)
+    await until(lambda: node.pulls)
     await puller.handle([CANCEL])
-    await eventually(lambda: node.cancelled == ["t1"])
+    await until(lambda: node.cancelled == ["t1"])
     assert [(p.final, p.detail) for p in server.posted] == [(False, ""), (True, "cancelled")]
 
 
@@ -101,20 +102,20 @@ async def test_what_the_server_does_not_want_any_more_is_stopped(parts, how):
     node, server, puller = parts
     node.pulling = lambda pull: asyncio.get_running_loop().create_future()
     await puller.handle([PULL])
-    await eventually(lambda: node.pulls)
+    await until(lambda: node.pulls)
     if how == "ended":
         server.state = TransferState.EXPIRED
     else:
         server.failures = [Missing("no such transfer")]
     await puller.handle([PULL])
-    await eventually(lambda: node.cancelled == ["t1"])
+    await until(lambda: node.cancelled == ["t1"])
 
 
 async def test_a_result_that_is_refused_is_let_go(parts, caplog):
     _, server, puller = parts
     await puller.handle([PULL])
     server.failures = [Missing("no such transfer")]
-    await eventually(lambda: "refused" in caplog.text)
+    await until(lambda: "refused" in caplog.text)
     assert len(server.finals) == 1
 
 
@@ -122,6 +123,6 @@ async def test_closing_stops_what_runs(parts):
     node, _, puller = parts
     node.pulling = lambda pull: asyncio.get_running_loop().create_future()
     await puller.handle([PULL])
-    await eventually(lambda: node.pulls)
+    await until(lambda: node.pulls)
     await puller.close()
     assert node.cancelled == ["t1"]

@@ -2,7 +2,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
-from reporter_kit import Link, SaidNode, eventually, hexes, key, reporter_of
+from reporter_kit import Link, SaidNode, hexes, key, reporter_of
 
 from kvstrata import api
 from kvstrata.api import Outcome, TransferState
@@ -10,6 +10,7 @@ from kvstrata.config import ControlSettings, ServerSettings
 from kvstrata.control import ControlPlane
 from kvstrata.errors import ConfigError
 from kvstrata.node.reporter import Reporter
+from kvstrata.testing.waiting import until
 from kvstrata_server.app import create_app
 
 
@@ -52,11 +53,11 @@ async def test_it_registers_and_reports_what_is_there_and_what_changes(tmp_path)
     node.gain("host", 1, 2)
     node.gain("s", 3)
     async with app_on(tmp_path) as app, reporting(node, Link(app)) as reporter:
-        await eventually(lambda: knows(app, node))
+        await until(lambda: knows(app, node))
         assert (reporter.status, reporter.registered) == ("connected", True)
         node.lose("host", 1)
         node.gain("s", 1, 4)
-        await eventually(lambda: knows(app, node))
+        await until(lambda: knows(app, node))
         assert node.snapshots == 1
 
 
@@ -64,10 +65,10 @@ async def test_heartbeats_tell_how_the_node_is(tmp_path):
     node = SaidNode()
     async with app_on(tmp_path) as app, reporting(node, Link(app)):
         cluster = app.state.control.cluster
-        await eventually(lambda: "a" in cluster.nodes and cluster.nodes["a"].host is not None)
+        await until(lambda: "a" in cluster.nodes and cluster.nodes["a"].host is not None)
         assert cluster.info(cluster.nodes["a"]).host == node.host_use()
         node.trouble = "fs: disk is full"
-        await eventually(lambda: not cluster.nodes["a"].healthy)
+        await until(lambda: not cluster.nodes["a"].healthy)
         assert cluster.nodes["a"].detail == "fs: disk is full"
 
 
@@ -75,12 +76,12 @@ async def test_a_server_that_comes_late_finds_everything(tmp_path):
     node = SaidNode()
     link = Link()
     async with reporting(node, link) as reporter:
-        await eventually(lambda: len(link.asked) > 3)
+        await until(lambda: len(link.asked) > 3)
         assert reporter.status.startswith("unreachable: control plane at http://test")
         node.gain("host", 1)
         async with app_on(tmp_path) as app:
             link.app = app
-            await eventually(lambda: knows(app, node))
+            await until(lambda: knows(app, node))
             assert reporter.status == "connected"
 
 
@@ -89,14 +90,14 @@ async def test_a_cut_link_is_taken_up_without_a_snapshot(tmp_path):
     async with app_on(tmp_path) as app:
         link = Link(app)
         async with reporting(node, link) as reporter:
-            await eventually(lambda: knows(app, node) and node.snapshots)
+            await until(lambda: knows(app, node) and node.snapshots)
             link.down = True
-            await eventually(lambda: reporter.status.startswith("unreachable"))
+            await until(lambda: reporter.status.startswith("unreachable"))
             for number in range(50):
                 node.gain("host", number)
             node.lose("host", 7)
             link.down = False
-            await eventually(lambda: knows(app, node))
+            await until(lambda: knows(app, node))
             assert node.snapshots == 1
             assert link.asked.count("POST /v1/nodes") == 1
 
@@ -116,7 +117,7 @@ async def test_lost_answers_do_no_harm(tmp_path):
         async with reporting(node, link):
             for number in range(5):
                 node.gain("host", number)
-                await eventually(lambda: knows(app, node))
+                await until(lambda: knows(app, node))
             assert lost > 5
             assert node.snapshots == 1
 
@@ -130,7 +131,7 @@ async def test_a_server_that_forgot_everything_is_told_again(tmp_path):
         for name in ("first", "second"):
             async with app_on(tmp_path, name) as app:
                 link.app = app
-                await eventually(lambda app=app: knows(app, node))
+                await until(lambda app=app: knows(app, node))
                 link.app = None
                 node.gain("host", 3)
 
@@ -139,12 +140,12 @@ async def test_a_server_that_missed_the_last_report_hears_of_it_by_heartbeat(tmp
     node = SaidNode()
     async with app_on(tmp_path) as app, reporting(node, Link(app)):
         node.gain("host", 1)
-        await eventually(lambda: knows(app, node))
+        await until(lambda: knows(app, node))
         cluster = app.state.control.cluster
         # As after a restart from SQL that a kill had left one report behind.
         cluster.nodes["a"].next_seq -= 1
         cluster.index.clear(cluster.places.location("a", None))
-        await eventually(lambda: knows(app, node))
+        await until(lambda: knows(app, node))
         assert node.snapshots == 2
 
 
@@ -152,15 +153,15 @@ async def test_a_node_taken_out_of_service_by_mistake_comes_back(tmp_path):
     node = SaidNode()
     node.gain("host", 1)
     async with app_on(tmp_path) as app, reporting(node, Link(app)):
-        await eventually(lambda: knows(app, node))
+        await until(lambda: knows(app, node))
         app.state.control.cluster.deregister("a", None)
-        await eventually(lambda: knows(app, node))
+        await until(lambda: knows(app, node))
 
 
 async def test_another_node_with_its_id_is_seen(tmp_path):
     ours = SaidNode(incarnation="i1")
     async with app_on(tmp_path) as app, reporting(ours, Link(app)) as reporter:
-        await eventually(lambda: knows(app, ours) and ours.snapshots)
+        await until(lambda: knows(app, ours) and ours.snapshots)
         statuses = []
 
         async def watch() -> None:
@@ -172,7 +173,7 @@ async def test_another_node_with_its_id_is_seen(tmp_path):
         app.state.control.cluster.register(SaidNode(incarnation="i2").registration())
         await asyncio.wait_for(watching, 20)
         # It may as well have been a restored database: it takes its place again, in time.
-        await eventually(lambda: app.state.control.cluster.nodes["a"].incarnation == "i1")
+        await until(lambda: app.state.control.cluster.nodes["a"].incarnation == "i1")
 
 
 async def test_closing_says_goodbye(tmp_path):
@@ -180,7 +181,7 @@ async def test_closing_says_goodbye(tmp_path):
     node.gain("host", 1)
     async with app_on(tmp_path) as app:
         async with reporting(node, Link(app)) as reporter:
-            await eventually(lambda: knows(app, node))
+            await until(lambda: knows(app, node))
         assert app.state.control.cluster.nodes["a"].gone
         assert reporter.status == "closed"
         assert keys_at(app, "a") == set()
@@ -191,13 +192,13 @@ async def test_closing_says_goodbye(tmp_path):
 async def test_closing_without_a_server_is_quick():
     link = Link()
     async with reporting(SaidNode(), link):
-        await eventually(lambda: link.asked)
+        await until(lambda: link.asked)
 
 
 async def test_a_defect_in_the_node_is_survived(tmp_path, monkeypatch, caplog):
     node = SaidNode()
     async with app_on(tmp_path) as app, reporting(node, Link(app)):
-        await eventually(lambda: knows(app, node) and node.snapshots)
+        await until(lambda: knows(app, node) and node.snapshots)
         failures = []
 
         def fail() -> list:
@@ -206,9 +207,9 @@ async def test_a_defect_in_the_node_is_survived(tmp_path, monkeypatch, caplog):
 
         with monkeypatch.context() as patch:
             patch.setattr(node, "take_changes", fail)
-            await eventually(lambda: len(failures) > 2)
+            await until(lambda: len(failures) > 2)
         node.gain("host", 1)
-        await eventually(lambda: knows(app, node))
+        await until(lambda: knows(app, node))
         assert "planted" in caplog.text
 
 
@@ -233,7 +234,7 @@ async def pair(tmp_path, **more: object):
             reporting(target, link, **more),
             ControlPlane("http://test", transport=Link(app)) as client,
         ):
-            await eventually(lambda: knows(app, source) and knows(app, target))
+            await until(lambda: knows(app, source) and knows(app, target))
             yield target, client, link
 
 
@@ -268,10 +269,10 @@ async def test_cancelling_reaches_the_pull(tmp_path):
     async with pair(tmp_path) as (target, client, _):
         target.pulling = lambda pull: asyncio.get_running_loop().create_future()
         made = await client.create_transfer(asked())
-        await eventually(lambda: target.pulls)
+        await until(lambda: target.pulls)
         info = await client.cancel_transfer(made.id)
         assert info.state is TransferState.CANCELLED
-        await eventually(lambda: target.cancelled == [made.id])
+        await until(lambda: target.cancelled == [made.id])
 
 
 async def test_a_pull_that_never_ends_is_cut_off_at_its_deadline(tmp_path):
@@ -280,7 +281,7 @@ async def test_a_pull_that_never_ends_is_cut_off_at_its_deadline(tmp_path):
         made = await client.create_transfer(asked(deadline=0.2))
         info = await ended(client, made.id)
         assert info.state in (TransferState.EXPIRED, TransferState.FAILED)
-        await eventually(lambda: target.cancelled == [made.id])
+        await until(lambda: target.cancelled == [made.id])
 
 
 async def test_a_pull_that_fails_says_why(tmp_path):
@@ -317,7 +318,7 @@ async def test_a_few_run_at_once_and_the_others_wait(tmp_path):
         gate = asyncio.Event()
         target.pulling = lambda pull: gate.wait()
         made = [(await client.create_transfer(asked())).id for _ in range(6)]
-        await eventually(lambda: len(target.pulls) == 4)
+        await until(lambda: len(target.pulls) == 4)
         gate.set()
         for transfer in made:
             assert (await ended(client, transfer)).state is TransferState.DONE

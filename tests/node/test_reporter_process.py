@@ -7,12 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from reporter_kit import NAMESPACE, SaidNode, eventually, hexes, reporter_of
+from reporter_kit import NAMESPACE, SaidNode, hexes, reporter_of
 
 from kvstrata import api
 from kvstrata.api import TransferState
 from kvstrata.control import ControlPlane
 from kvstrata.keys import Namespace
+from kvstrata.testing.waiting import until
 
 PROGRAM = "import sys; from kvstrata_server.app import main; sys.exit(main(sys.argv[1:]))"
 
@@ -59,13 +60,13 @@ async def test_after_a_kill_everything_comes_back_and_transfers_end(tmp_path):
         await grows_to(3, 1, 2, 3)
         asked = api.TransferRequest(target="b", keys=hexes(1, 2))
         made = await client.create_transfer(asked)
-        await eventually(lambda: target.pulls)
+        await until(lambda: target.pulls)
         # The last report before the kill may be in SQL or not: both have to do.
         source.gain("host", 4)
         await grows_to(4, 1, 2, 3, 4)
         kill(server)
         source.gain("host", 5)
-        await eventually(lambda: not all(r.status == "connected" for r in reporters))
+        await until(lambda: not all(r.status == "connected" for r in reporters))
         server, _ = await asyncio.to_thread(start, tmp_path, address)
         await grows_to(5, 1, 2, 3, 4, 5)
         gate.set()

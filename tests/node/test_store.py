@@ -11,24 +11,15 @@ import pytest
 from kvstrata.config import HostSettings
 from kvstrata.errors import ConfigError, Malformed, Missing
 from kvstrata.host import Chunk, State
-from kvstrata.keys import Field, Group, Key, Namespace, make_key
+from kvstrata.keys import Key, make_key
 from kvstrata.node.namespaces import Namespaces
 from kvstrata.node.store import Store
+from kvstrata.testing.chunks import a_namespace
 from kvstrata.testing.clock import FakeClock
 from kvstrata.tiers.base import Item, Outcome, Tier, TierContext, Usage
 
 PAGE = 4096
-NAMESPACE = Namespace(
-    model="m",
-    revision="r",
-    config="c",
-    dtype="float32",
-    content_format="test",
-    groups=(Group(0, "full", ("l0",), (Field("kv", 1, PAGE),), 16),),
-    blocks_per_chunk=1,
-    hash_algorithm="sha256",
-    hash_seed="0",
-)
+NAMESPACE = a_namespace(PAGE)
 
 
 def key(n: int) -> Key:

@@ -20,7 +20,8 @@ import pytest
 from kvstrata.errors import ConfigError, Expired
 from kvstrata.keys import Key, Namespace, make_key
 from kvstrata.testing import Damage, FakeClock, TierTests
-from kvstrata.testing.tiers import a_namespace, aligned, payload
+from kvstrata.testing.chunks import a_namespace
+from kvstrata.testing.tiers import aligned, payload
 from kvstrata.tiers.base import Item, Outcome, TierContext
 from kvstrata.tiers.fs import FsTier
 from kvstrata.tiers.fs_format import PAGE_BYTES, file_bytes, path_of

@@ -23,6 +23,7 @@ from kvstrata.peer_socket import tune
 from kvstrata.region import Region
 from kvstrata.slots import Slots
 from kvstrata.testing import FakeClock, TierTests
+from kvstrata.testing.chunks import a_namespace
 from kvstrata.testing.sources import (
     MemorySource,
     SourceProcess,
@@ -30,7 +31,7 @@ from kvstrata.testing.sources import (
     demo_namespace,
     pattern,
 )
-from kvstrata.testing.tiers import a_namespace
+from kvstrata.testing.waiting import until
 from kvstrata.tiers import peer, peer_links
 from kvstrata.tiers.base import Item, Outcome, TierContext
 from kvstrata.tiers.peer import COOL_OFF_SECONDS, PeerTier
@@ -54,12 +55,6 @@ SIZE = 4 << 20
 
 def soon(seconds=15.0):
     return time.monotonic() + seconds
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - whatever the other side does
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,6 @@ from vllm_processes import (
     TOKEN,
     Engine,
     Node,
-    eventually,
     keys_of,
     make_model,
     make_prompt,
@@ -39,6 +38,7 @@ from kvstrata.api import LookupRequest, TransferRequest, TransferState
 from kvstrata.client import Client
 from kvstrata.control import SyncControlPlane
 from kvstrata.keys import Key
+from kvstrata.testing.waiting import eventually
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from kvstrata.config import PeerSettings
-from kvstrata.keys import Field, Group, Key, Namespace
+from kvstrata.keys import Key, Namespace
 from kvstrata.node.peer_port import PeerPort
 from kvstrata.node.peer_source import Grant, GrantedChunk
 from kvstrata.slots import Slots
+from kvstrata.testing.chunks import a_namespace
 from kvstrata.tiers.base import checksum
 from kvstrata.transports import open_transport, start_transports
 
@@ -41,18 +42,8 @@ def pattern(nbytes: int, seed: int) -> bytes:
 def demo_namespace(
     unit_bytes: int = 4096, model: str = "demo", revision: str = "r1", dtype: str = "bf16"
 ) -> Namespace:
-    """One group, two blocks of two heads in a chunk: chunks of `4 * unit_bytes` bytes."""
-    return Namespace(
-        model=model,
-        revision=revision,
-        config="c1",
-        dtype=dtype,
-        content_format="test",
-        groups=(Group(0, "full", ("l0",), (Field("kv", 2, unit_bytes),), 16),),
-        blocks_per_chunk=2,
-        hash_algorithm="sha256",
-        hash_seed="s",
-    )
+    """Two blocks of two heads in a chunk: chunks of `4 * unit_bytes` bytes."""
+    return a_namespace(2 * unit_bytes, 2, model, revision, dtype)
 
 
 def demo_keys(namespace: Namespace, count: int) -> list[Key]:

@@ -25,11 +25,12 @@ import pytest
 import pytest_asyncio
 
 from kvstrata.errors import LinkBroken
-from kvstrata.keys import Field, Group, Key, Namespace
+from kvstrata.keys import Key
+from kvstrata.testing.chunks import a_namespace
 from kvstrata.testing.clock import FakeClock
 from kvstrata.tiers.base import Item, Outcome, Tier, TierContext, checksum
 
-__all__ = ["Damage", "TierTests", "a_namespace", "aligned", "payload"]
+__all__ = ["Damage", "TierTests", "aligned", "payload"]
 
 STORED, PRESENT, LOADED = Outcome.STORED, Outcome.PRESENT, Outcome.LOADED
 MISSING, CORRUPT = Outcome.MISSING, Outcome.CORRUPT
@@ -44,24 +45,6 @@ class Damage(enum.StrEnum):
     FLIP = "flip"  # a bit of the payload
     TRUNCATE = "truncate"  # its second half is gone
     SWAP = "swap"  # it has changed places with another chunk's object
-
-
-def a_namespace(tenant: str = "") -> Namespace:
-    """A small valid namespace document; another `tenant` gives another digest."""
-    field = Field(name="kv", units=2, unit_bytes=1024)
-    group = Group(id=0, kind="full", layers=("0", "1"), fields=(field,), tokens_per_block=16)
-    return Namespace(
-        model="test",
-        revision="0",
-        config="0",
-        dtype="bfloat16",
-        content_format="test",
-        groups=(group,),
-        blocks_per_chunk=1,
-        hash_algorithm="sha256",
-        hash_seed="0",
-        tenant=tenant,
-    )
 
 
 def aligned(nbytes: int, fill: int = 0) -> memoryview:
