@@ -1,14 +1,15 @@
 """Contracts as test suites, for parts in this package and outside it. Needs pytest.
 
 Subclass `TierTests`, say how to open your tier, and inherit its tests; `TransportTests`, and
-say your transport's name; `PolicyTests`, and open your policy.
+say your transport's name; `PolicyTests`, and open your policy; `DeviceTests`, and make caches.
 """
 
 from __future__ import annotations
 
 from kvstrata.testing.clock import FakeClock
+from kvstrata.testing.devices import DeviceTests
 from kvstrata.testing.policies import PolicyTests
 from kvstrata.testing.tiers import Damage, TierTests
 from kvstrata.testing.transports import TransportTests
 
-__all__ = ["Damage", "FakeClock", "PolicyTests", "TierTests", "TransportTests"]
+__all__ = ["Damage", "DeviceTests", "FakeClock", "PolicyTests", "TierTests", "TransportTests"]

@@ -1,0 +1,8 @@
+"""The JAX device, in a process of its own."""
+
+from jax_kit import needs_jax, run_cases
+
+
+@needs_jax
+def test_the_device_of_jax() -> None:
+    run_cases("jax_device_cases.py")
