@@ -63,6 +63,7 @@ class Grants:
         except asyncio.CancelledError:
             self._store.abandon(owner, lease)
             raise
+        found = self._still_here(owner, lease, found, ttl)
         token = secrets.token_bytes(16)
         ranges = sorted((c.offset, c.offset + c.nbytes) for c in found.values())
         self._granted[token] = _Granted(
@@ -92,6 +93,15 @@ class Grants:
             return False
         i = bisect_right(granted.offsets, offset) - 1
         return i >= 0 and 0 < nbytes <= granted.ends[i] - offset
+
+    def _still_here(
+        self, owner: str, lease: int, found: dict[Key, Chunk], ttl: float
+    ) -> dict[Key, Chunk]:
+        """Those that were here all the time, leased from now on. A lease may have lapsed while
+        others were waited for; the checksum would then be that of whatever came after."""
+        held = self._store.host.lease(owner, lease, list(found), ttl)
+        pairs = zip(found.items(), held, strict=True)
+        return {key: chunk for (key, chunk), now in pairs if now is chunk}
 
     def _known(self, keys: Sequence[Key]) -> list[Key]:
         known = []
