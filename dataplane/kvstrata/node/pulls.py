@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -38,7 +38,12 @@ _OUTCOMES = {
 
 
 class Fetcher(Protocol):
-    """What gets chunks from a peer into slots; see `kvstrata.tiers.peer.PeerLinks`."""
+    """What gets chunks from a peer into slots; see `kvstrata.tiers.peer_links.PeerLinks`."""
+
+    @property
+    def reasons(self) -> Mapping[str, str]:
+        """By address, why it last failed."""
+        ...
 
     async def fetch(
         self, address: str, namespace: Namespace, items: Sequence[Item], deadline: float
@@ -153,6 +158,11 @@ class Pulls:
                 _log.exception("fetching from %s failed", source.node)
             state.trouble.append(f"{source.node}: {e}")
             outcomes = [base.Outcome.FAILED] * len(items)
+        else:
+            if failed := outcomes.count(base.Outcome.FAILED):
+                told = f"{failed} of {len(items)} chunks did not arrive"
+                why = self._links.reasons.get(source.address, told)
+                state.trouble.append(f"{source.node}: {why}")
         loaded = [i for i, o in zip(items, outcomes, strict=True) if o is base.Outcome.LOADED]
         host.commit(owner, [item.key for item in loaded])
         host.forget(owner)
@@ -169,7 +179,12 @@ class Pulls:
     def _hold(self, state: _State) -> None:
         arrived = [k for k, o in state.outcomes.items() if o in (Outcome.STORED, Outcome.PRESENT)]
         if state.pull.hold > 0 and arrived:
-            self._store.host.lease(state.owner, 1, arrived, state.pull.hold)
+            held = self._store.host.lease(state.owner, 1, arrived, state.pull.hold)
+            # A batch that took longer than a lease may have cost what came before it.
+            gone = [key for key, chunk in zip(arrived, held, strict=True) if chunk is None]
+            state.outcomes |= dict.fromkeys(gone, Outcome.NO_ROOM)
+            if gone:
+                state.trouble.append(f"{len(gone)} chunks were evicted before the transfer ended")
         else:
             self._store.host.release(state.owner, [1])
 

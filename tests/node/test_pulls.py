@@ -1,0 +1,115 @@
+"""Transfers: what is said of their keys is so when it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvstrata.api import Outcome
+from kvstrata.config import HostSettings
+from kvstrata.errors import NamespaceMismatch
+from kvstrata.keys import Key, Namespace
+from kvstrata.node.namespaces import Namespaces
+from kvstrata.node.pulls import Pulls
+from kvstrata.node.reported import Pull, PullSource
+from kvstrata.node.store import Store
+from kvstrata.testing.chunks import a_namespace
+from kvstrata.testing.clock import FakeClock
+from kvstrata.tiers import base
+from kvstrata.tiers.base import Item
+
+PAGE = 4096
+NAMESPACE = a_namespace(PAGE)
+ONE, OTHER = PullSource("one", "tcp://10.0.0.1:1"), PullSource("other", "tcp://10.0.0.2:1")
+
+
+def key(n: int) -> Key:
+    return NAMESPACE.key(0, n.to_bytes(4, "big"))
+
+
+class Links:
+    """Sources whose answer is set by address; `between` runs before each answer."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+        self.answers: dict[str, base.Outcome | Exception] = {}
+        self.between: Callable[[], None] = lambda: None
+
+    async def fetch(
+        self, address: str, namespace: Namespace, items: Sequence[Item], deadline: float
+    ) -> list[base.Outcome]:
+        answer = self.answers[address]
+        self.between()
+        if isinstance(answer, Exception):
+            raise answer
+        return [answer] * len(items)
+
+
+def make(pages: int = 8) -> tuple[FakeClock, Store, Links, Pulls]:
+    clock, links, namespaces = FakeClock(), Links(), Namespaces()
+    namespaces.add(NAMESPACE)
+    store = Store(memoryview(bytearray(pages * PAGE)), HostSettings(), namespaces, clock)
+    return clock, store, links, Pulls(store, links)
+
+
+def pull(numbers: Sequence[int], *sources: PullSource, hold: float = 60.0) -> Pull:
+    return Pull("t", [], [key(n) for n in numbers], sources, 600.0, hold)
+
+
+async def test_a_source_that_fails_is_named_with_its_reason_and_replaced() -> None:
+    _, _, links, pulls = make()
+    links.answers = {ONE.address: base.Outcome.FAILED, OTHER.address: base.Outcome.LOADED}
+    links.reasons = {ONE.address: "connection refused"}
+    result = await pulls.pull(pull([1, 2], ONE, OTHER))
+    assert result.outcomes == {key(1): Outcome.STORED, key(2): Outcome.STORED}
+    assert result.sources == {key(1): "other", key(2): "other"}
+    assert result.detail == "one: connection refused"
+
+
+async def test_a_source_that_fails_without_a_word() -> None:
+    _, _, links, pulls = make()
+    links.answers = {ONE.address: base.Outcome.FAILED}
+    result = await pulls.pull(pull([1], ONE))
+    assert result.outcomes == {key(1): Outcome.FAILED}
+    assert result.detail == "one: 1 of 1 chunks did not arrive"
+
+
+async def test_a_source_of_other_bytes_is_told() -> None:
+    _, store, links, pulls = make()
+    links.answers = {ONE.address: NamespaceMismatch("namespaces differ in dtype")}
+    result = await pulls.pull(pull([1], ONE))
+    assert result.outcomes == {key(1): Outcome.FAILED}
+    assert "differ in dtype" in result.detail
+    assert store.host.usage().used == 0
+
+
+async def test_what_arrived_is_held_when_it_is_said_to_be_here() -> None:
+    clock, store, links, pulls = make(pages=8)
+    links.answers = {ONE.address: base.Outcome.LOADED}
+    result = await pulls.pull(pull([1, 2], ONE))
+    assert result.outcomes == {key(1): Outcome.STORED, key(2): Outcome.STORED}
+    clock.advance(59)
+    store.host.expire()
+    assert store.host.drop() == 0
+    clock.advance(2)
+    store.host.expire()
+    assert store.host.drop() == 2
+
+
+async def test_what_was_evicted_before_the_end_is_not_said_to_be_here() -> None:
+    clock, store, links, pulls = make(pages=8)  # two chunks a batch
+    links.answers = {ONE.address: base.Outcome.LOADED}
+
+    def slow() -> None:
+        clock.advance(store.settings.lease_ttl + 1)
+        store.host.expire()
+        store.host.drop()
+
+    links.between = slow
+    result = await pulls.pull(pull([1, 2, 3, 4], ONE))
+    assert result.outcomes == {
+        key(1): Outcome.NO_ROOM,
+        key(2): Outcome.NO_ROOM,
+        key(3): Outcome.STORED,
+        key(4): Outcome.STORED,
+    }
+    assert "evicted" in result.detail
