@@ -32,6 +32,7 @@ from kvstrata.node.namespaces import Namespaces
 from kvstrata.node.peer_port import PeerPort
 from kvstrata.node.pulls import Pulls
 from kvstrata.node.reported import PlacementChange, Pull, PullResult
+from kvstrata.node.status import tier_statuses, usage_of
 from kvstrata.node.store import Store
 from kvstrata.node.supervisor import Supervisor
 from kvstrata.peer_wire import parse_address
@@ -47,6 +48,7 @@ _log = logging.getLogger(__name__)
 
 _EXPIRY_INTERVAL = 0.25
 _DRAIN_SECONDS = 5.0
+_SCRAPE_SECONDS = 5.0
 
 
 async def open_tier(settings: TierSettings, context: TierContext) -> Tier:
@@ -101,17 +103,20 @@ class Node:
         settings, host = self.settings, self.settings.host
         socket = settings.socket_path
         self._stack.callback(_release, _lock(socket))
-        for name in sweep(host.shm_dir):
+        for name in await asyncio.to_thread(sweep, host.shm_dir):
             _log.warning("removed region %s of a node that died", name)
         region = Region.create(
             settings.id,
             self.incarnation,
             int(host.capacity),
             host.shm_dir,
-            host.populate,
-            host.huge_pages == "auto",
+            populate=False,
+            huge_pages=host.huge_pages == "auto",
         )
         self._stack.callback(region.close)
+        if host.populate:
+            # Closing the region ends it, should the start be cancelled.
+            await asyncio.to_thread(region.populate)
         self.region = region
         self.store = Store(region.view, host, self.namespaces, self._clock)
         self.store.placements.enabled = bool(settings.control.url)
@@ -125,7 +130,7 @@ class Node:
         self._stack.push_async_callback(self.engines.close)
         await self.engines.start()
         if settings.metrics:
-            self._open_metrics()
+            await self._open_metrics()
         self.supervisor.start("engine port", self.engines.run)
         self.supervisor.start("expiry", self._expire)
         for cascade in self.store.cascades:
@@ -162,7 +167,11 @@ class Node:
             location: list[str] = []
             tier = await open_tier(settings, self._context(location))
             location.append(tier.store_id)
-            self.store.attach(tier)
+            try:
+                self.store.attach(tier)
+            except ConfigError:
+                await tier.close()
+                raise
             self.store.placements.added(tier.store_id, tier.keys())
         if self.settings.peers.static and self._links is not None:
             peers = PeerTier(self._links, self.settings.peers.static, self._context([]))
@@ -175,10 +184,19 @@ class Node:
 
         return TierContext(self.settings.id, self._clock, self.namespaces.get, removed)
 
-    def _open_metrics(self) -> None:
+    async def _open_metrics(self) -> None:
         from kvstrata.node.metrics import NodeCollector, serve
 
-        server, thread = serve(self.settings.metrics, NodeCollector(lambda: self.status(0)))
+        loop = asyncio.get_running_loop()
+
+        async def status() -> wire.StatusReply:
+            return self.status(0)
+
+        def scrape() -> wire.StatusReply:
+            # On the loop: what it reads changes there. Scrapes come from threads.
+            return asyncio.run_coroutine_threadsafe(status(), loop).result(_SCRAPE_SECONDS)
+
+        server, thread = serve(self.settings.metrics, NodeCollector(scrape))
         self.metrics_port = server.server_port
 
         def stop() -> None:
@@ -186,7 +204,7 @@ class Node:
             server.server_close()
             thread.join()
 
-        self._stack.callback(stop)
+        self._stack.push_async_callback(asyncio.to_thread, stop)
 
     async def _open_reporter(self) -> None:
         from kvstrata.node.reporter import Reporter
@@ -223,56 +241,12 @@ class Node:
     # ------------------------------------------------------------ state
 
     def status(self, seq: int) -> wire.StatusReply:
-        host = self.store.host
-        usage = host.usage()
-        tiers = [
-            wire.TierStatus(
-                "host",
-                usage.used,
-                usage.capacity,
-                usage.chunks,
-                True,
-                "",
-                {
-                    "evicted": host.evicted,
-                    "expired_leases": host.expired_leases,
-                    "expired_writes": host.expired_writes,
-                    "granted_bytes": usage.granted,
-                    "quarantined_bytes": usage.quarantined,
-                    "largest_free_bytes": usage.largest_free,
-                    "leases": usage.leases,
-                },
-            )
-        ]
-        cascades = {cascade.tier: cascade for cascade in self.store.cascades}
-        for tier in self.store.tiers:
-            use = tier.usage()
-            counters = dict(use.counters)
-            if tier in cascades:
-                cascade = cascades[tier]
-                counters |= {
-                    "cascade_dropped": cascade.dropped,
-                    "cascade_failed": cascade.failed,
-                    "cascade_waiting": cascade.waiting,
-                }
-            counters["hits"] = self.store.counters.tier_hits[tier.name]
-            tiers.append(
-                wire.TierStatus(
-                    tier.name,
-                    use.used_bytes,
-                    use.capacity_bytes,
-                    use.chunks,
-                    use.healthy,
-                    use.detail,
-                    counters,
-                )
-            )
         return wire.StatusReply(
             seq,
             self.settings.id,
             self.incarnation,
             self._clock() - self._began,
-            tiers,
+            tier_statuses(self.store),
             [session.label for session in self.engines.sessions.values()],
             [namespace.digest.hex() for namespace in self.namespaces.all()],
             self._counters(),
@@ -287,7 +261,8 @@ class Node:
         }
         counters |= {f"{tier}_hits": n for tier, n in self.store.counters.tier_hits.items()}
         counters["malformed"] = self.engines.malformed
-        counters["restarts"] = self.supervisor.restarts
+        loops = [self.supervisor] + ([self._peers.loops] if self._peers is not None else [])
+        counters["restarts"] = sum(loop.restarts for loop in loops)
         counters["lent"] = self.grants.lent
         if self._links is not None:
             counters |= {"pulled": self.pulls.chunks, "pulled_bytes": self.pulls.bytes}
@@ -327,9 +302,12 @@ class Node:
         return HostUse(used_bytes=usage.used, capacity_bytes=usage.capacity, chunks=usage.chunks)
 
     def health(self) -> tuple[bool, str]:
-        trouble = [f"{name}: {state}" for name, state in self.supervisor.failing.items()]
+        failing = self.supervisor.failing
+        if self._peers is not None:
+            failing |= self._peers.loops.failing
+        trouble = [f"{name}: {state}" for name, state in failing.items()]
         for tier in self.store.tiers:
-            use = tier.usage()
+            use = usage_of(tier)
             if not use.healthy:
                 trouble.append(f"{tier.name}: {use.detail}")
         return not trouble, "; ".join(trouble)[:2000]
@@ -360,10 +338,21 @@ async def run_node(settings: NodeSettings) -> None:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
-    node = await Node.start(settings)
+    if settings.exit_with_stdin:
+        _watch_stdin(loop, stop)
+    # A start can take long, and must be stoppable.
+    starting, stopping = asyncio.create_task(Node.start(settings)), asyncio.create_task(stop.wait())
     try:
-        if settings.exit_with_stdin:
-            _watch_stdin(loop, stop)
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting})
+    if starting.cancelled():
+        return
+    node = starting.result()
+    try:
         _log.info("node %s serves engines at %s", settings.id, settings.socket_path)
         await stop.wait()
     finally:
