@@ -21,9 +21,7 @@ Creating the file is what a store of 256 KiB costs: tier and peer are alike ther
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import mmap
 import os
 import shutil
@@ -31,12 +29,9 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
+from figures import Figure, parser, show
 from kvstrata.keys import make_key
 from kvstrata.tiers.base import Item, Outcome, TierContext
 from kvstrata.tiers.fs import FsTier
@@ -44,43 +39,6 @@ from kvstrata.tiers.fs import FsTier
 BATCH = 64
 SIZES = {"256 KiB": 256 << 10, "1 MiB": 1 << 20}
 WARM_UP = 2
-
-
-@dataclass(frozen=True)
-class Figure:
-    """Best rounds, in GB/s."""
-
-    name: str
-    value: float
-    peer: float
-    limit: float
-    rounds: int
-
-    @property
-    def ratio(self) -> float:
-        """To the limit."""
-        return self.value / self.limit
-
-    def line(self, threads: int, fresh: bool) -> str:
-        return json.dumps(
-            {
-                "name": self.name,
-                "value": round(self.value, 3),
-                "unit": "GB/s",
-                "peer": round(self.peer, 3),
-                "limit": round(self.limit, 3),
-                "ratio": round(self.ratio, 3),
-                "settings": {
-                    "batch": BATCH,
-                    "threads": threads,
-                    "rounds": self.rounds,
-                    "cache": "page cache",
-                    "directories": "new" if fresh else "there",
-                    "peer": "one thread, file per chunk, no checksum",
-                    "limit": "one plain file, one thread",
-                },
-            }
-        )
 
 
 def memory(size: int) -> list[memoryview]:
@@ -176,10 +134,12 @@ async def measure(
             shutil.rmtree(peer)
         n += 1
     await tier.close()
-    return figures(label, size, times)
+    return figures(label, size, times, threads, fresh)
 
 
-def figures(label: str, size: int, times: dict[str, list[float]]) -> Iterator[Figure]:
+def figures(
+    label: str, size: int, times: dict[str, list[float]], threads: int, fresh: bool
+) -> Iterator[Figure]:
     nbytes = BATCH * size
     for what in ("store", "load"):
         ours, peer, limit = (times[f"{w} {what}".strip()][WARM_UP:] for w in ("", "peer", "limit"))
@@ -188,31 +148,25 @@ def figures(label: str, size: int, times: dict[str, list[float]]) -> Iterator[Fi
             value=nbytes / min(ours) / 1e9,
             peer=nbytes / min(peer) / 1e9,
             limit=nbytes / min(limit) / 1e9,
-            rounds=len(ours),
+            settings={
+                "batch": BATCH,
+                "threads": threads,
+                "rounds": len(ours),
+                "cache": "page cache",
+                "directories": "new" if fresh else "there",
+                "peer": "one thread, file per chunk, no checksum",
+                "limit": "one plain file, one thread",
+            },
         )
-
-
-def table(found: list[Figure], threads: int) -> Table:
-    out = Table("", "GB/s", "peer", "limit", "of the limit", "rounds")
-    out.title = f"fs tier, batches of {BATCH}, {threads} threads, page cache"
-    for f in found:
-        out.add_row(
-            f.name,
-            *(f"{x:.2f}" for x in (f.value, f.peer, f.limit)),
-            f"{f.ratio:.0%}",
-            str(f.rounds),
-        )
-    return out
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--root", type=Path, help="a directory on the disk to measure")
-    parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--fresh", action="store_true", help="every chunk makes its directory")
-    parser.add_argument("--seconds", type=float, default=10.0, help="in all, about")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--root", type=Path, help="a directory on the disk to measure")
+    options.add_argument("--threads", type=int, default=4)
+    options.add_argument("--fresh", action="store_true", help="every chunk makes its directory")
+    options.add_argument("--seconds", type=float, default=10.0, help="in all, about")
+    args = options.parse_args()
     with tempfile.TemporaryDirectory(dir=args.root) as folder:
         found = [
             figure
@@ -221,11 +175,8 @@ def main() -> None:
                 measure(Path(folder), label, args.seconds / len(SIZES), args.threads, args.fresh)
             )
         ]
-    if args.json:
-        for figure in found:
-            print(figure.line(args.threads, args.fresh))
-    else:
-        Console().print(table(found, args.threads))
+    title = f"fs tier, batches of {BATCH}, {args.threads} threads, page cache"
+    show(title, found, args.json)
 
 
 if __name__ == "__main__":

@@ -22,17 +22,12 @@ several runs the least and the most:
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from figures import Figure, parser, show
 from kvstrata.host import NO_ROOM, HostTier
 from kvstrata.keys import Key, make_key
 from kvstrata.policies import open_policy
@@ -42,42 +37,6 @@ BATCH = 512
 CHUNK = 256 << 10
 CHUNKS = 16_384
 LIMITS = {"reserve_commit_us_per_key": 2.5, "lookup_lease_us_per_key": 1.0}
-
-
-@dataclass(frozen=True)
-class Figure:
-    """Best rounds, in microseconds a key; `peer` is None where there is no vLLM."""
-
-    name: str
-    value: float
-    peer: float | None
-    limit: float
-
-    @property
-    def ratio(self) -> float:
-        """To the limit: at most 1 is good."""
-        return self.value / self.limit
-
-    def line(self, policy: str, rounds: int) -> str:
-        return json.dumps(
-            {
-                "name": self.name,
-                "value": round(self.value, 3),
-                "unit": "us",
-                "peer": None if self.peer is None else round(self.peer, 3),
-                "limit": self.limit,
-                "ratio": round(self.ratio, 3),
-                "settings": {
-                    "batch": BATCH,
-                    "chunks": CHUNKS,
-                    "chunk_bytes": CHUNK,
-                    "policy": policy,
-                    "rounds": rounds,
-                    "peer": "vLLM CPUOffloadingManager",
-                    "limit": "the most a key may cost",
-                },
-            }
-        )
 
 
 class Ours:
@@ -174,33 +133,35 @@ def measure(policy: str, rounds: int) -> list[Figure]:
                 continue  # there was still room
             for name, took in zip(LIMITS, (stored, found), strict=True):
                 best[side, name] = min(best[side, name], took / BATCH * 1e6)
+    settings = {
+        "batch": BATCH,
+        "chunks": CHUNKS,
+        "chunk_bytes": CHUNK,
+        "policy": policy,
+        "rounds": rounds,
+        "peer": "vLLM CPUOffloadingManager",
+        "limit": "the most a key may cost",
+    }
     return [
-        Figure(name, best[sides[0], name], best.get((peer, name)) if peer else None, limit)
+        Figure(
+            name=name,
+            value=best[sides[0], name],
+            peer=best[peer, name] if peer else None,
+            limit=limit,
+            unit="us",
+            settings=settings,
+        )
         for name, limit in LIMITS.items()
     ]
 
 
-def table(figures: list[Figure], policy: str) -> Table:
-    out = Table("", "us a key", "vLLM", "limit", "of the limit")
-    out.title = f"host tier, {policy}, batches of {BATCH}, {CHUNKS} chunks"
-    for f in figures:
-        peer = "-" if f.peer is None else f"{f.peer:.2f}"
-        out.add_row(f.name, f"{f.value:.2f}", peer, f"{f.limit:.2f}", f"{f.ratio:.0%}")
-    return out
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--policy", default="lru", help="lru, arc, s3fifo or module:Class")
-    parser.add_argument("--rounds", type=int, default=200)
-    args = parser.parse_args()
-    figures = measure(args.policy, args.rounds)
-    if args.json:
-        for figure in figures:
-            print(figure.line(args.policy, args.rounds))
-    else:
-        Console().print(table(figures, args.policy))
+    options = parser(__doc__)
+    options.add_argument("--policy", default="lru", help="lru, arc, s3fifo or module:Class")
+    options.add_argument("--rounds", type=int, default=200)
+    args = options.parse_args()
+    title = f"host tier, {args.policy}, batches of {BATCH}, {CHUNKS} chunks, a key"
+    show(title, measure(args.policy, args.rounds), args.json)
 
 
 if __name__ == "__main__":

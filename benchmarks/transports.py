@@ -21,9 +21,7 @@ sockets the best round halves when the scheduler puts both ends on one core, our
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import mmap
 import multiprocessing
 import random
@@ -31,14 +29,12 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 
 import zmq
-from rich.console import Console
-from rich.table import Table
 
+from figures import Figure, parser, show
 from kvstrata.config import PeerSettings
 from kvstrata.errors import ConfigError
 from kvstrata.testing.sources import SourceProcess, demo_keys, demo_namespace, pattern
@@ -52,42 +48,6 @@ FETCHED = 1 << 20
 WARM_UP = 1
 LEASE = bytes(16)
 SECONDS_A_PULL = 10.0
-
-
-@dataclass(frozen=True)
-class Figure:
-    """Best rounds, in GB/s."""
-
-    name: str
-    value: float
-    peer: float
-    limit: float
-    rounds: int
-
-    @property
-    def ratio(self) -> float:
-        """To the limit."""
-        return self.value / self.limit
-
-    def line(self) -> str:
-        return json.dumps(
-            {
-                "name": self.name,
-                "value": round(self.value, 3),
-                "unit": "GB/s",
-                "peer": round(self.peer, 3),
-                "limit": round(self.limit, 3),
-                "ratio": round(self.ratio, 3),
-                "settings": {
-                    "batch": BATCH,
-                    "rounds": self.rounds,
-                    "processes": 2,
-                    "host": "loopback",
-                    "peer": "ZMQ frames and a landing copy",
-                    "limit": "memcpy, one thread",
-                },
-            }
-        )
 
 
 def memory(nbytes: int) -> memoryview:
@@ -251,38 +211,33 @@ async def take_turns(
 def figures(label: str, nbytes: int, times: dict[str, list[float]]) -> list[Figure]:
     rate = {name: nbytes / min(each[WARM_UP:]) / 1e9 for name, each in times.items()}
     return [
-        Figure(f"{name} {label}", value, rate["peer"], rate["limit"], len(times[name]) - WARM_UP)
+        Figure(
+            name=f"{name} {label}",
+            value=value,
+            peer=rate["peer"],
+            limit=rate["limit"],
+            settings={
+                "batch": BATCH,
+                "rounds": len(times[name]) - WARM_UP,
+                "processes": 2,
+                "host": "loopback",
+                "peer": "ZMQ frames and a landing copy",
+                "limit": "memcpy, one thread",
+            },
+        )
         for name, value in rate.items()
         if name not in ("peer", "limit")
     ]
 
 
-def table(found: list[Figure]) -> Table:
-    out = Table("", "GB/s", "peer", "limit", "of the limit", "rounds")
-    out.title = f"transports, batches of {BATCH}, two processes of one host"
-    for f in found:
-        out.add_row(
-            f.name,
-            *(f"{x:.2f}" for x in (f.value, f.peer, f.limit)),
-            f"{f.ratio:.0%}",
-            str(f.rounds),
-        )
-    return out
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--transports", default="tcp,nixl", help="names, comma-separated")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of measuring, about")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--transports", default="tcp,nixl", help="names, comma-separated")
+    options.add_argument("--seconds", type=float, default=12.0, help="of measuring, about")
+    args = options.parse_args()
     names = args.transports.split(",")
     found = asyncio.run(measure(names, args.seconds))
-    if args.json:
-        for figure in found:
-            print(figure.line())
-    else:
-        Console().print(table(found))
+    show(f"transports, batches of {BATCH}, two processes of one host", found, args.json)
 
 
 if __name__ == "__main__":
