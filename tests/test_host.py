@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvstrata import eviction
 from kvstrata.chains import Chains
 from kvstrata.host import NO_ROOM, PRESENT, Chunk, HostTier, State, Used
 from kvstrata.keys import Key, make_key
@@ -418,6 +419,46 @@ def test_a_slab_given_up_takes_what_extends_its_chunks_along() -> None:
     assert host.find([key(n) for n in (5, 6, 7, 8)]) == [State.ABSENT, *[State.READY] * 3]
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if eight chunks were many."""
+    monkeypatch.setattr(eviction, "_PATIENCE", 8)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_walk_that_gets_long_takes_its_own_size_wherever_it_is() -> None:
+    host = make(64, slab=4)
+    put_of(host, 2, 1, 2)
+    put_of(host, 1, *range(10, 70))
+    mixed = list(range(10, 70))
+    random.Random(0).shuffle(mixed)
+    for n in mixed[:14]:
+        ask(host, n)
+    ask(host, 1)
+    ask(host, 2)
+    for n in mixed[14:]:
+        ask(host, n)
+    put_of(host, 2, 3)
+    assert host.evicted == 1
+    assert host.find([key(1), key(2)]) == [State.ABSENT, State.READY]
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("leased", [0, 5])
+def test_a_walk_that_gets_long_empties_slabs_that_came_up_in_part(leased: int) -> None:
+    host = make(64, slab=4)
+    put_of(host, 1, *range(10, 74))
+    mixed = list(range(10, 74))
+    random.Random(0).shuffle(mixed)
+    for n in mixed:
+        ask(host, n)
+    keys = [key(n) for n in mixed[:leased]]
+    host.lease("b", 1, keys, 1000)
+    assert NO_ROOM not in put_of(host, 2, *range(4))
+    assert host.evicted == 8, "two slabs, no more"
+    assert host.find(keys) == [State.READY] * leased
+
+
 def test_models_of_many_sizes_share_a_region_for_long() -> None:
     host = make(64, slab=8)
     rng = random.Random(1)
@@ -437,9 +478,12 @@ class HostMachine(RuleBasedStateMachine):
     """A model that only knows who may touch which bytes, beside the real thing."""
 
     @initialize(
-        policy=st.sampled_from([Lru, Arc, S3Fifo, HeadFirst]), slab=st.sampled_from([None, 2, 4])
+        policy=st.sampled_from([Lru, Arc, S3Fifo, HeadFirst]),
+        slab=st.sampled_from([None, 2, 4]),
+        patience=st.sampled_from([1, 3, 1000]),
     )
-    def open(self, policy: type[Policy], slab: int | None) -> None:
+    def open(self, policy: type[Policy], slab: int | None, patience: int) -> None:
+        self.patience, eviction._PATIENCE = eviction._PATIENCE, patience
         self.clock = Clock()
         self.visible: dict[Key, Chunk] = {}
         self.parent: dict[Key, Key] = {}
@@ -571,6 +615,9 @@ class HostMachine(RuleBasedStateMachine):
         self.granted = {n: v for n, v in self.granted.items() if n[0] != owner}
         self.leased = {n: v for n, v in self.leased.items() if n[0] != owner}
         self.reading = [r for r in self.reading if r[0] != owner]
+
+    def teardown(self) -> None:
+        eviction._PATIENCE = self.patience
 
     @invariant()
     def no_slot_is_in_two_hands(self) -> None:

@@ -5,10 +5,15 @@ without it. And giving up a chunk of another size is of use only where it emptie
 chunks of the wanted size go in the policy's order, while those of other sizes are held back
 until all of a slab has come up: the first slab to be complete is the one whose best chunk is
 worst, and it goes as a whole.
+
+A walk that has held back many chunks and is not done passes over other sizes from then on, and
+ends after as many again. If it has not met enough of its own size by then, the slabs are emptied
+of which least is left: to look for better ones in a large region would keep everybody waiting.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Mapping
 
 from kvstrata.chains import Chains
@@ -18,6 +23,11 @@ from kvstrata.policies import Policy
 from kvstrata.slots import Slab, Slots
 
 __all__ = ["make_room"]
+
+# Chunks of other sizes; some milliseconds.
+_PATIENCE = 4096
+# Slabs looked into after that.
+_TRIES = 256
 
 
 def make_room(
@@ -35,10 +45,10 @@ def make_room(
     missing = (count - slots.room(nbytes, count)) * size
     if missing <= 0:
         return []
-    walk = _Walk(slots, chains, chunks)
+    walk = _Walk(size, slots, chains, chunks)
     gone = walk.gone
     for victim in walk.along(policy):
-        if victim.nbytes == nbytes or slots.rounded(victim.nbytes) == size:
+        if walk.fits(victim):
             gone[victim.key] = victim
             missing -= size
         else:
@@ -56,10 +66,13 @@ def make_room(
 class _Walk:
     """What one walk along the policy's order has met, and may give up."""
 
-    def __init__(self, slots: Slots, chains: Chains, chunks: Mapping[Key, Chunk]) -> None:
+    def __init__(
+        self, size: int, slots: Slots, chains: Chains, chunks: Mapping[Key, Chunk]
+    ) -> None:
         self.gone: dict[Key, Chunk] = {}
         self.held_back: dict[Key, Chunk] = {}
         self._freed = 0
+        self._size = size
         self._slots = slots
         self._chains = chains
         self._chunks = chunks
@@ -70,10 +83,16 @@ class _Walk:
         """Idle chunks in the policy's order, each after all that extends it. The caller puts
         each among `gone` or holds it back before it asks for the next."""
         chunks, gone, held_back = self._chunks, self.gone, self.held_back
-        may_extend = self._chains.may_extend
+        may_extend, fits = self._chains.may_extend, self.fits
+        passed = 0
         for key in policy.victims():
             chunk = chunks[key]
             if chunk.readers or chunk.io or key in gone or key in held_back:
+                continue
+            if len(held_back) >= _PATIENCE and not fits(chunk):
+                passed += 1
+                if passed >= _PATIENCE:
+                    break
                 continue
             for child in may_extend(key):
                 if child not in gone:
@@ -81,6 +100,11 @@ class _Walk:
                     break
             else:
                 yield chunk
+        yield from self._rest_of_slabs()
+
+    def fits(self, chunk: Chunk) -> bool:
+        """Whether its slot is of the size wanted."""
+        return chunk.nbytes == self._size or self._slots.rounded(chunk.nbytes) == self._size
 
     def hold_back(self, chunk: Chunk) -> int:
         """A chunk of another size has come up; the bytes gained, which is none until it is the
@@ -122,6 +146,22 @@ class _Walk:
             else:
                 stack.pop()
                 yield chunk
+
+    def _rest_of_slabs(self) -> Iterator[Chunk]:
+        """What has not come up of the slabs that can be emptied, those first of which least is
+        left. Nothing, unless the walk lost patience: else it has met all that is idle."""
+        unmet = self._unmet
+        best = heapq.nsmallest(_TRIES, (slab for slab in unmet if unmet[slab]), unmet.__getitem__)
+        members: dict[Slab, list[Chunk]] = {slab: [] for slab in best}
+        slab_of, gone = self._slots.slab_of, self.gone
+        for key, chunk in self._chunks.items() if members else ():
+            if key not in gone and (slab := slab_of(chunk.offset)) in members:
+                members[slab].append(chunk)
+        for slab, found in members.items():
+            if len(found) == slab.held and all(map(is_idle, found)):
+                for chunk in found:
+                    if chunk.key not in gone and chunk.key not in self.held_back:
+                        yield from self._leaves_first(chunk)
 
     def _give_up(self, chunk: Chunk) -> None:
         """With what extends it, which was met before it and is worth nothing without it."""
