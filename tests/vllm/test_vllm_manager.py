@@ -432,6 +432,43 @@ def test_a_load_in_flight_when_the_node_dies_is_good(
     engine.manager.on_request_finished(request)
 
 
+def test_a_load_in_flight_when_the_session_is_refused_is_good_for_its_lease_only(
+    engine: Engine, node: FakeNode, clock: Clock
+) -> None:
+    """The node lives, and may give the slots away once the lease is over."""
+    engine.store(context("a", 1), 1)
+    for outlived in (False, True):
+        request = context(f"b{outlived}", 1)
+        assert engine.find(request, 1) == [HIT]
+        engine.manager.prepare_load(keys(1), request)
+        node.refuse = "malformed"
+        engine.step()
+        assert not engine.link.up
+        node.refuse = None
+        if outlived:
+            clock.now += 2 * TTL
+            with pytest.raises(Expired):
+                engine.manager.complete_load(set(keys(1)), request)
+        else:
+            engine.manager.complete_load(set(keys(1)), request)
+            clock.now += 1
+            engine.step()
+            engine.step()
+            engine.store(context("c", 1), 1)
+
+
+def test_an_answer_that_is_lost_ends_the_session(engine: Engine, node: FakeNode) -> None:
+    """A node drops what a peer does not read; what it granted there is nobody's."""
+    node.lagging = True
+    assert engine.find(context("a", 1), 1) == [RETRY]
+    engine.step()
+    node._queue.clear()  # handled, but the answer did not arrive
+    node.lagging = False
+    assert engine.find(context("b", 2), 2)
+    engine.step()
+    assert not engine.link.up
+
+
 def test_a_refused_step_ends_the_session(engine: Engine, node: FakeNode, clock: Clock) -> None:
     node.refuse = "malformed"
     assert engine.find(context("a", 1), 1) == [MISS]

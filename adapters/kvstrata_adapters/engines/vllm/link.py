@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvstrata import wire
 from kvstrata.client import Client
-from kvstrata.errors import Busy, KVStrataError, LinkBroken
+from kvstrata.errors import Busy, KVStrataError, LinkBroken, PeerRefused
 
 __all__ = ["Answered", "Draft", "Event", "Lost", "NodeLink", "Restored"]
 
@@ -78,7 +78,10 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The session is gone, and with it all slots, leases and answers due."""
+    """The session is gone, and with it all slots, leases and answers due. `node_lives`: it was
+    ended by a misunderstanding, and the node may give the slots to others."""
+
+    node_lives: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +178,15 @@ class NodeLink:
             self._events.append(message)
         elif isinstance(message, wire.Failure):
             # A step that was refused leaves both sides with another picture: begin anew.
-            raise LinkBroken(f"the node refused a step ({message.code}): {message.message}")
+            raise PeerRefused(f"the node refused a step ({message.code}): {message.message}")
         elif (due := self._due.pop(message.seq, None)) is not None:
+            if next(iter(self._due), message.seq) < message.seq:
+                # Answers come in order. What was granted in that one would be nobody's.
+                raise PeerRefused("an answer of the node was lost")
             self._events.append(Answered(due[0], message, due[1]))
 
     def _lose(self, why: KVStrataError) -> None:
+        """End the session. Only `LinkBroken` means that the node is gone."""
         _log.warning("lost the node, going on without it: %s", why)
         if self._client is not None:
             self._client.close()
@@ -187,7 +194,7 @@ class NodeLink:
         self._due.clear()
         self._unsent.clear()
         self.draft = Draft()
-        self._events.append(Lost())
+        self._events.append(Lost(node_lives=not isinstance(why, LinkBroken)))
         self._pause = _FIRST_PAUSE
         self._retry_at = self._clock() + self._pause
 

@@ -189,12 +189,12 @@ class Lookups:
             self.release(request)
             self.expect_no_more(request)
 
-    def lost(self) -> None:
+    def lost(self, node_lives: bool) -> None:
         """The session is gone, and its leases with it."""
         now = self._clock()
         for request in self.requests.values():
             request.lease = None
-            if request.load is not None and now < request.load.good_until:
+            if request.load is not None and not node_lives and now < request.load.good_until:
                 # A dead node gives no slot away, so what is being read stays as it was.
                 request.load.held = True
         self._by_lease.clear()

@@ -254,7 +254,7 @@ class KVStrataManager(OffloadingManager):
                     event.id, event.keys, event.states, event.offsets, promoted=True
                 )
             elif isinstance(event, Lost):
-                self._on_lost()
+                self._on_lost(event)
             elif isinstance(event, Restored):
                 self._credits_asked = float("-inf")
 
@@ -271,8 +271,8 @@ class KVStrataManager(OffloadingManager):
             self._pool.add(credit.group, credit.offsets)
         self._lookups.on_reply(event)
 
-    def _on_lost(self) -> None:
-        self._lookups.lost()
+    def _on_lost(self, event: Lost) -> None:
+        self._lookups.lost(event.node_lives)
         self._pool.clear()
         self._writing.clear()
         self._unsaid.clear()
