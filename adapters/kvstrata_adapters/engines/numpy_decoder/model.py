@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from kvstrata.errors import ConfigError
 from kvstrata.keys import Field, Group, Namespace
 
-__all__ = ["DecoderConfig", "DecoderModel", "Floats", "namespace_of"]
+__all__ = ["DecoderConfig", "DecoderModel", "Floats", "LayerWeights", "Weights", "namespace_of"]
 
 Floats = NDArray[np.float32]
 
@@ -71,13 +71,27 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class LayerWeights:
+    """Of one layer; matrices are (inputs, outputs)."""
+
     attention_norm: Floats
     qkv: Floats  # width -> heads + 2 * kv_heads, each head_size
     out: Floats
     mlp_norm: Floats
     gate_up: Floats
     down: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All of a model. `cos` and `sin` are (max_tokens, head_size / 2), the rotary tables."""
+
+    embedding: Floats  # (vocabulary, width)
+    layers: tuple[LayerWeights, ...]
+    final_norm: Floats
+    head: Floats  # (width, vocabulary)
+    cos: Floats
+    sin: Floats
 
 
 class DecoderModel:
@@ -97,7 +111,7 @@ class DecoderModel:
         width, size = config.width, config.head_size
         self._embedding = random.standard_normal((config.vocabulary, width), dtype=np.float32)
         self._layers = [
-            _Layer(
+            LayerWeights(
                 attention_norm=gain(),
                 qkv=matrix(width, (config.heads + 2 * config.kv_heads) * size),
                 out=matrix(width, width),
@@ -120,6 +134,18 @@ class DecoderModel:
         # The pages under attention, gathered: `[head][block][token][K|V]`.
         blocks = -(-config.max_tokens // n)
         self._context = np.empty((config.kv_heads, blocks, n, 2 * size), np.float32)
+
+    @property
+    def weights(self) -> Weights:
+        """For another implementation of the same network: not to be written to."""
+        return Weights(
+            self._embedding,
+            tuple(self._layers),
+            self._final_norm,
+            self._head,
+            self._cos,
+            self._sin,
+        )
 
     @cached_property
     def revision(self) -> str:
