@@ -85,8 +85,9 @@ class Hello(_Message, frozen=True, array_like=True, tag="hello"):
 class Lookup(_Message, frozen=True, array_like=True):
     """Find chunks and lease what is found. `id` is the lease's name in this session.
 
-    Repeating an id adds to that lease. `prefix`: keys are a chain, what follows the first miss
-    is not asked for and answered as a miss. `wait`: how long a promotion may take.
+    Repeating an id adds to that lease. `prefix`: keys are a chain, so nothing is promoted
+    past the first miss; what is in the host tier is found and leased there, too. A key named
+    twice counts once. `wait`: how long a promotion may take, 0: none.
     """
 
     id: int
@@ -103,7 +104,8 @@ class Use(_Message, frozen=True, array_like=True):
 
 
 class Step(_Message, frozen=True, array_like=True, tag="step"):
-    """One batch of everything. Empty parts cost a byte each.
+    """One batch of everything, `MAX_KEYS` keys and as many leases at most. Empty parts cost a
+    byte each.
 
     - `releases`: leases that end.
     - `renews`: leases to extend by the node's lease TTL.

@@ -499,3 +499,22 @@ async def test_a_key_asked_for_twice_is_answered_twice(port: Port) -> None:
     await port.run(work)
     counters = port.store.counters
     assert counters.asked == counters.host_hits + counters.misses == 3
+
+
+async def test_slots_of_living_engines_are_not_reused_while_the_node_ends(port: Port) -> None:
+    """Promotions and pulls may still be ending, and want slots that engines read or write."""
+
+    def work() -> Client:
+        client = port.client()
+        fill(client, 1)
+        found = client.lookup([key(1)])
+        client.begin(found.lease, [key(1)])
+        client.reserve([key(2)])
+        return client
+
+    client = await port.run(work)
+    await port.port.close()
+    assert not port.port.sessions
+    assert port.store.host.drop() == 0
+    assert port.store.host.usage().used == 2 * PAGE
+    client.close()

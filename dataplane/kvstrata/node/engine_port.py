@@ -82,6 +82,7 @@ class EnginePort:
         # By engine, owners whose session has ended while a worker of the engine lives.
         self._orphans: dict[str | None, list[str]] = {}
         self._numbers = 0
+        self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = zmq.asyncio.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -122,7 +123,12 @@ class EnginePort:
             await asyncio.sleep(0)
 
     async def close(self) -> None:
-        """End every session; their processes see their lifelines close. Idempotent."""
+        """End every session; their processes see their lifelines close. Idempotent.
+
+        What they held stays taken: they live on, and may still read or write it while the
+        promotions and pulls of this node come to their end.
+        """
+        self._closing = True
         if self._lifelines is not None:
             self._lifelines.close()
         for writer in list(self._writers):
@@ -172,6 +178,8 @@ class EnginePort:
         left = self._orphans.setdefault(engine, [])
         left.append(session.owner)
         self._store.stop_waiting(session.owner)
+        if self._closing:
+            return
         # A scheduler names the slots, its workers write to them: as long as one of them lives,
         # it may be at it.
         if not any(sibling.role == "worker" for sibling in siblings):
