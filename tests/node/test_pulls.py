@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
+
+import pytest
 
 from kvstrata.api import Outcome
 from kvstrata.config import HostSettings
@@ -39,6 +42,7 @@ class Links:
     ) -> list[base.Outcome]:
         answer = self.answers[address]
         self.between()
+        await asyncio.sleep(0)
         if isinstance(answer, Exception):
             raise answer
         return [answer] * len(items)
@@ -113,3 +117,22 @@ async def test_what_was_evicted_before_the_end_is_not_said_to_be_here() -> None:
         key(4): Outcome.STORED,
     }
     assert "evicted" in result.detail
+
+
+async def test_a_cancelled_pull_ends_with_the_batch_under_way() -> None:
+    _, store, links, pulls = make(pages=8)  # two chunks a batch
+    links.answers = {ONE.address: base.Outcome.LOADED, OTHER.address: base.Outcome.LOADED}
+    fetched = 0
+
+    def cancel() -> None:
+        nonlocal fetched
+        fetched += 1
+        running.cancel()
+
+    links.between = cancel
+    running = asyncio.create_task(pulls.pull(pull([1, 2, 3, 4], ONE, OTHER)))
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await pulls.close()
+    assert fetched == 1
+    assert store.host.usage().writing == 0

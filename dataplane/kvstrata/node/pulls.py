@@ -60,6 +60,7 @@ class _State:
     sources: dict[Key, str] = field(default_factory=dict)
     moved: int = 0
     trouble: list[str] = field(default_factory=list)
+    unwanted: bool = False
 
 
 class Pulls:
@@ -88,7 +89,11 @@ class Pulls:
             task = asyncio.create_task(self._fetch_all(state, source, left))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            await asyncio.shield(task)
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError:
+                state.unwanted = True
+                raise
             left = [k for k in left if state.outcomes.get(k) is not Outcome.STORED]
         # Written by someone else at the same time (an engine computed it): that is as good.
         busy = [key for key in left if key not in state.outcomes]
@@ -130,7 +135,7 @@ class Pulls:
 
     async def _fetch_all(self, state: _State, source: PullSource, keys: Sequence[Key]) -> None:
         for namespace, batch in self._batches(keys):
-            if self._store.clock() >= state.pull.deadline:
+            if state.unwanted or self._store.clock() >= state.pull.deadline:
                 return
             await self._fetch(state, source, namespace, batch)
 
