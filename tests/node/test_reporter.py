@@ -323,3 +323,15 @@ async def test_a_few_run_at_once_and_the_others_wait(tmp_path):
         for transfer in made:
             assert (await ended(client, transfer)).state is TransferState.DONE
         assert sorted(pull.transfer for pull in target.pulls) == sorted(made)
+
+
+async def test_changes_do_not_pile_up_while_the_server_was_never_there():
+    node, link = SaidNode(), Link()
+    link.down = True
+    async with reporting(node, link):
+        for n in range(20):
+            node.gain("host", n)
+            node.lose("host", n)
+            tries = len(link.asked)
+            await until(lambda: len(link.asked) > tries + 1)  # noqa: B023 - awaited here
+        assert len(node.placements._last.get("host", {})) < 5

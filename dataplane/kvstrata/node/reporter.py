@@ -130,6 +130,7 @@ class Reporter:
                 reply = await self._control.register(registration)
             except KVStrataError as e:
                 self._phase = self._noted(self._phase, e)
+                self._outbox.collect()  # what piles up at the node has no bound, here it has
                 await self._sleep(backoff.next())
                 continue
             self._node, self._incarnation = registration.id, registration.incarnation
