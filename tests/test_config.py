@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,8 +21,6 @@ from kvstrata.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     for name in list(os.environ):
         if name.startswith("KVSTRATA_"):
             monkeypatch.delenv(name)
@@ -230,3 +229,24 @@ def test_secrets_are_not_printed() -> None:
     node = NodeSettings.model_validate({"peers": {"secret": "s3"}, "control": {"token": "t0k"}})
     assert "s3" not in repr(node)
     assert "t0k" not in repr(node)
+
+
+def test_a_run_dir_that_somebody_else_has_made_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever makes it first in a /tmp of all could put their own node there."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = tmp_path / f"kvstrata-{os.getuid()}"
+    assert run_dir() == folder  # not there yet
+    folder.mkdir()
+    assert run_dir() == folder
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="set XDG_RUNTIME_DIR"):
+        run_dir()
+    folder.unlink()
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="set XDG_RUNTIME_DIR"):
+        run_dir()

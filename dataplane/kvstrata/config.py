@@ -9,9 +9,11 @@ A value is looked for in the flags, then the environment (`KVSTRATA_NODE_HOST__C
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
+import stat
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -112,11 +114,22 @@ def what_is_wrong(error: ValidationError) -> str:
 
 
 def run_dir() -> Path:
-    """Where sockets of this user's nodes live: `$XDG_RUNTIME_DIR/kvstrata`, else a private /tmp."""
+    """Where sockets of this user's nodes live: `$XDG_RUNTIME_DIR/kvstrata`, else a folder in /tmp.
+
+    Raises `ConfigError` if somebody else can write to that.
+    """
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base:
         return Path(base) / "kvstrata"
-    return Path(tempfile.gettempdir()) / f"kvstrata-{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / f"kvstrata-{os.getuid()}"
+    with contextlib.suppress(FileNotFoundError):
+        # Whoever makes it first in a /tmp of all could put a node of their own there.
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise ConfigError(
+                f"{folder} is not this user's alone: remove it, or set XDG_RUNTIME_DIR"
+            )
+    return folder
 
 
 class _Section(BaseModel):
