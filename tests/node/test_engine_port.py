@@ -518,3 +518,20 @@ async def test_slots_of_living_engines_are_not_reused_while_the_node_ends(port: 
     assert port.store.host.drop() == 0
     assert port.store.host.usage().used == 2 * PAGE
     client.close()
+
+
+async def test_chunks_that_can_never_be_held_are_told_when_their_engine_comes(
+    port: Port, caplog: pytest.LogCaptureFixture
+) -> None:
+    for pages, told in ((1, ""), (PAGES // 2, "granted ahead"), (2 * PAGES, "host.capacity")):
+        caplog.clear()
+        namespace = a_namespace(PAGE * pages)
+
+        def work(namespace: Namespace = namespace) -> None:
+            port.client("e", namespace=namespace).close()
+
+        await port.run(work)
+        await port.until(lambda: not port.port.sessions)
+        warned = " ".join(r.message for r in caplog.records if r.levelname == "WARNING")
+        assert bool(warned) == bool(told)
+        assert told in warned

@@ -208,8 +208,24 @@ class EnginePort:
             for group, nbytes in namespace.chunk_bytes.items():
                 prefix = namespace.digest + group.to_bytes(GROUP_BYTES, "big")
                 session.prefixes[prefix] = nbytes
+            self._warn_of_size(hello, namespace)
         _log.info("session of %s began", session.label)
         return self._welcome(namespace)
+
+    def _warn_of_size(self, hello: wire.Hello, namespace: Namespace) -> None:
+        """Chunks that can't be held would only show as misses that never end."""
+        largest, region = max(namespace.chunk_bytes.values()), self._store.host.slots.capacity
+        if largest > region:
+            _log.warning(
+                "engine %s has chunks of %d bytes, but the region has %d: raise host.capacity",
+                *(hello.engine, largest, region),
+            )
+        elif largest > region * self._store.settings.credit_budget:
+            _log.warning(
+                "engine %s has chunks of %d bytes, more than may be granted ahead in a region of "
+                "%d: raise host.capacity or host.credit_budget",
+                *(hello.engine, largest, region),
+            )
 
     # ------------------------------------------------------------ messages
 
