@@ -126,3 +126,15 @@ async def test_closing_stops_what_runs(parts):
     await until(lambda: node.pulls)
     await puller.close()
     assert node.cancelled == ["t1"]
+
+
+async def test_of_large_results_few_are_kept(parts, monkeypatch):
+    _, _, puller = parts
+    monkeypatch.setattr("kvstrata.node.pulling._REMEMBERED_KEYS", 5)
+    for n in range(4):
+        command = PULL.model_copy(update={"transfer": f"t{n}", "keys": hexes(1, 2)})
+        await puller.handle([command])
+        await until(lambda n=n: f"t{n}" in puller._results)
+    assert list(puller._results) == ["t2", "t3"]
+    await puller.handle([PULL.model_copy(update={"transfer": "big", "keys": hexes(*range(9))})])
+    await until(lambda: list(puller._results) == ["big"])

@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 
 _AT_ONCE = 4
 _REMEMBERED = 256
+_REMEMBERED_KEYS = 1 << 18  # about 400 bytes each
 # How long after its deadline a result is still worth posting.
 _POST_GRACE = 30.0
 
@@ -96,8 +97,11 @@ class Puller:
             _log.warning("transfer %s failed", transfer, exc_info=True)
             final = self._progress(transfer, final=True, detail=f"{type(e).__name__}: {e}")
         self._results[transfer] = final
-        while len(self._results) > _REMEMBERED:
-            self._results.popitem(last=False)
+        keys = sum(len(result.outcomes) for result in self._results.values())
+        while len(self._results) > _REMEMBERED or (
+            keys > _REMEMBERED_KEYS and len(self._results) > 1
+        ):
+            keys -= len(self._results.popitem(last=False)[1].outcomes)
         await self._deliver(final, deadline + _POST_GRACE)
 
     async def _deliver(self, final: api.Progress, until: float) -> None:
