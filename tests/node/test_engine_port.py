@@ -535,3 +535,21 @@ async def test_chunks_that_can_never_be_held_are_told_when_their_engine_comes(
         warned = " ".join(r.message for r in caplog.records if r.levelname == "WARNING")
         assert bool(warned) == bool(told)
         assert told in warned
+
+
+async def test_a_slot_is_used_for_chunks_of_its_size_only(port: Port) -> None:
+    """Readers go by the size of the key: from a smaller slot they would read its neighbour."""
+    group = NAMESPACE.groups[0]
+    wider = msgspec.structs.replace(group, id=1, layers=("2", "3", "4", "5"))
+    both = msgspec.structs.replace(NAMESPACE, groups=(group, wider))
+
+    def work() -> None:
+        with port.client(namespace=both) as client:
+            (granted,) = client._step(wire.Step(0, credits={0: 1})).credits
+            small = granted.offsets[0]
+            with pytest.raises(Malformed, match=f"slot {small} has 4096 bytes"):
+                client._step(wire.Step(0, uses=[wire.Use(small, both.key(1, b"h"))]))
+            step = wire.Step(0, uses=[wire.Use(small, both.key(0, b"h"))])
+            assert client._step(step).used == [1]
+
+    await port.run(work)

@@ -282,7 +282,8 @@ class EnginePort:
         )
 
     def _check(self, session: Session, step: wire.Step) -> None:
-        """Refuse a step that is too large, or has a key that is not of this session's namespace."""
+        """Refuse a step that is too large, or has a key that is not of this session's namespace
+        or would get a slot of another size."""
         parts = len(step.releases) + len(step.renews) + len(step.begin) + len(step.end)
         if parts + len(step.lookups) > wire.MAX_KEYS:
             raise Malformed(f"a step names at most {wire.MAX_KEYS} leases")
@@ -300,6 +301,14 @@ class EnginePort:
                     )
         if total > wire.MAX_KEYS:
             raise Malformed(f"a step names at most {wire.MAX_KEYS} keys, this one {total}")
+        granted = self._store.host.granted(session.owner)
+        for use in step.uses:
+            nbytes = session.prefixes[use.key[:_PREFIX_BYTES]]
+            if granted.get(use.offset, nbytes) != nbytes:
+                raise Malformed(
+                    f"slot {use.offset} has {granted[use.offset]} bytes, "
+                    f"key {use.key.hex()} needs {nbytes}"
+                )
         groups = {g.id for g in session.namespace.groups} if session.namespace else set()
         if not groups.issuperset(step.credits) or min(step.credits.values(), default=0) < 0:
             raise Malformed("credits are asked by group of this session's namespace, 0 or more")
