@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,11 @@ time.sleep(60)
 
 
 @pytest.fixture(autouse=True)
-def run_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path / "kvstrata"
+def run_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    # A socket's path has at most 107 bytes; a parallel worker's tmp_path leaves too few of them.
+    with tempfile.TemporaryDirectory(prefix="kv") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder) / "kvstrata"
 
 
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -67,11 +70,13 @@ def test_it_ends_with_the_process_that_started_it(run_folder: Path) -> None:
         [sys.executable, "-c", STARTER], stdout=subprocess.PIPE, start_new_session=True
     )
     assert starter.stdout is not None
-    pid = int(starter.stdout.readline())
-    assert len(regions("killed")) == 1
-    os.killpg(starter.pid, signal.SIGKILL)
-    starter.wait()
-    starter.stdout.close()
+    try:
+        pid = int(starter.stdout.readline())
+        assert len(regions("killed")) == 1
+    finally:
+        os.killpg(starter.pid, signal.SIGKILL)
+        starter.wait()
+        starter.stdout.close()
     until(lambda: not Path(f"/proc/{pid}").exists())
     assert regions("killed") == []
     # What it left of its folder goes when another one starts.
