@@ -201,10 +201,10 @@ def test_few_shapes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_late_job_is_named_and_a_closed_device_drops_it(
     device: JaxDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, begun, copy = threading.Event(), threading.Event(), jax_device._copy
+    gate, begun, copy = threading.Event(), threading.Semaphore(0), jax_device._copy
 
     def held(*args: Any, **options: Any) -> int:
-        begun.set()
+        begun.release()
         gate.wait(30)
         return copy(*args, **options)
 
@@ -220,7 +220,8 @@ def test_a_late_job_is_named_and_a_closed_device_drops_it(
         device.wait([1, 3], 0.0)
     with pytest.raises(Malformed, match="job 2 is still running"):
         device.load(2, pages([0], [0]))
-    assert begun.wait(30)
+    assert begun.acquire(timeout=30)
+    assert begun.acquire(timeout=30)  # the store and the load
     device.close()
     errors = {r.job: r.error for r in device.finished()}
     assert errors[1] is None

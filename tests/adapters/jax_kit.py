@@ -33,7 +33,7 @@ def run_cases(name: str) -> None:
         cwd=cases.parents[2],
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=170,
     )
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

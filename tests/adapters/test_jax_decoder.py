@@ -1,0 +1,10 @@
+"""The JAX decoder on four simulated devices, in a process of its own."""
+
+import pytest
+from jax_kit import needs_jax, run_cases
+
+
+@needs_jax
+@pytest.mark.timeout(180)
+def test_the_decoder_of_jax() -> None:
+    run_cases("jax_decoder_cases.py")
