@@ -78,6 +78,11 @@ def test_the_same_key_twice_in_one_reserve_gets_one_slot() -> None:
     assert host.usage().used == PAGE
 
 
+def test_a_repeated_key_that_does_not_fit_has_no_room_twice() -> None:
+    host = make(1)
+    assert host.reserve("a", [(key(1), 4 * PAGE), (key(1), 4 * PAGE)]) == [NO_ROOM, NO_ROOM]
+
+
 def test_partial_success_when_only_some_fit() -> None:
     host = make(2)
     assert host.reserve("a", [(key(n), PAGE) for n in range(3)]) == [0, PAGE, NO_ROOM]
@@ -124,6 +129,21 @@ def test_renewing_keeps_a_lease() -> None:
     clock.now += 9
     host.expire()
     assert host.reserve("b", [(key(2), PAGE)]) == [NO_ROOM]
+
+
+def test_renewing_for_ever_takes_no_more_memory() -> None:
+    clock = Clock()
+    host = make(1, clock)
+    put(host, 1)
+    host.lease("a", 1, [key(1)], 3600)
+    for _ in range(1000):
+        clock.now += 0.01
+        host.renew("a", [1], 3600)
+        host.lease("a", 2, [], 3600)
+    assert len(host._leases._heap) == 2
+    clock.now += 3601
+    host.expire()
+    assert (host.usage().leases, len(host._leases._heap)) == (0, 0)
 
 
 def test_a_slot_being_read_outlives_its_lease() -> None:

@@ -123,7 +123,12 @@ class HostTier:
         if len(missing) == len(requests):
             return offsets
         placed = resumed | dict(zip(missing, offsets, strict=True))
-        return [placed.pop(key, PRESENT) for key, _ in requests]
+        answers = []
+        for key, _ in requests:
+            answers.append(placed.get(key, PRESENT))
+            if answers[-1] >= 0:
+                placed[key] = PRESENT  # a repetition gets no second slot
+        return answers
 
     def commit(self, owner: str, keys: Sequence[Key]) -> list[bool]:
         """The bytes are complete. Per key whether the chunk is readable now."""
