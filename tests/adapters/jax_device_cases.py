@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvstrata.errors import Expired, LinkBroken, Malformed
 from kvstrata.keys import Group
-from kvstrata.layout import AttentionContent, CopyRun, Packed, Ranks, Tensor, plan_rank
+from kvstrata.layout import AttentionContent, CopyRun, Packed, Ranks, Tensor, TpuPacked, plan_rank
 from kvstrata.testing import DeviceTests
 from kvstrata_adapters.devices import jax as jax_device
 from kvstrata_adapters.devices.base import Copy, as_bytes
@@ -201,14 +201,14 @@ def test_few_shapes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_late_job_is_named_and_a_closed_device_drops_it(
     device: JaxDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, begun, copy = threading.Event(), threading.Semaphore(0), jax_device._copy
+    gate, begun, copy = threading.Event(), threading.Semaphore(0), jax_device.copy_pages
 
     def held(*args: Any, **options: Any) -> int:
         begun.release()
         gate.wait(30)
         return copy(*args, **options)
 
-    monkeypatch.setattr(jax_device, "_copy", held)
+    monkeypatch.setattr(jax_device, "copy_pages", held)
     monkeypatch.setattr(device._store_lane, "stop", _before(gate.set, device._store_lane.stop))
     region = bytearray(2 * PAGE)
     device.attach(memoryview(region))
@@ -305,6 +305,43 @@ def test_heads_with_copies_on_several_devices(pinned: bool) -> None:
     for array in device.arrays:
         for rows in bytes_of(array):
             assert np.array_equal(rows[7], rows[6])
+    device.close()
+
+
+def test_pages_of_tpus_leave_their_padding_behind() -> None:
+    """(pages, tokens, 2 heads / 2, 2, 128), of which 40 elements are keys and values."""
+    content = AttentionContent(HEADS, TOKENS, 40, 40, "bfloat16")
+    group = content.group(0, "full", ["l0", "l1"])
+    random = np.random.default_rng(4)
+    host = random.integers(0, 1 << 16, (2, BLOCKS, TOKENS, HEADS, 2, 128), np.uint16)
+    sharding = NamedSharding(MESH, PartitionSpec(None, None, "tp"))
+    arrays = [jax.device_put(layer.copy(), sharding) for layer in host]
+    stages = (range(2),)
+    plans = [
+        plan_rank(
+            group,
+            Ranks(4, stages),
+            0,
+            rank,
+            TpuPacked().pages(content, shard_tensors(arrays, rank), 4),
+        )
+        for rank in range(4)
+    ]
+    device, region = JaxDevice(), bytearray(group.page_bytes)
+    device.register_caches(
+        arrays, {0: over_shards([plan.load for plan in plans])}, {0: group.page_bytes}
+    )
+    device.attach(memoryview(region))
+    device.store(1, pages([5], [0]))
+    device.wait([1], 30)
+    # [layer][token][head][K, V][lane] -> [head][layer][token][K|V]
+    kept = host[:, 5, :, :, :, :40].transpose(2, 0, 1, 3, 4)
+    assert region == kept.tobytes()
+    device.load(2, pages([1], [0]))
+    device.wait([2], 30)
+    host[:, 1, ..., :40] = host[:, 5, ..., :40]
+    assert [r.error for r in device.finished()] == [None, None]
+    assert all(np.array_equal(np.array(a), h) for a, h in zip(device.arrays, host, strict=True))
     device.close()
 
 

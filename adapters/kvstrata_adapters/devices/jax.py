@@ -41,6 +41,7 @@ from numpy.typing import NDArray
 from kvstrata.errors import KVStrataError, LinkBroken, Malformed
 from kvstrata.layout import CopyRun
 from kvstrata_adapters.devices.base import Bytes, Copy, Device, JobResult
+from kvstrata_adapters.devices.grids import copy_pages, grids_of
 from kvstrata_adapters.devices.jax_arrays import (
     Form,
     gatherer,
@@ -49,7 +50,7 @@ from kvstrata_adapters.devices.jax_arrays import (
     shard_tensors,
 )
 from kvstrata_adapters.devices.jobs import Jobs, Lane, as_error
-from kvstrata_adapters.devices.rows import Plan, check_copy, check_run, copy_pages
+from kvstrata_adapters.devices.rows import check_copy, check_run
 
 __all__ = ["MAX_BLOCKS", "JaxDevice", "over_shards", "shard_tensors"]
 
@@ -59,7 +60,10 @@ MAX_BLOCKS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """What one direction of a group does: runs over the shards of some arrays."""
+    """What one direction of a group does: runs over the shards of some arrays.
+
+    `cache` of a run counts the shards of these arrays only.
+    """
 
     arrays: tuple[int, ...]
     runs: tuple[CopyRun, ...]
@@ -199,18 +203,29 @@ class JaxDevice(Device):
     # ------------------------------------------------------------ on the owner's thread
 
     def _store_side(self, runs: tuple[CopyRun, ...]) -> _Side:
-        arrays = tuple(sorted({run.cache // self._ranks for run in runs}))
-        return _Side(arrays, runs, gatherer([self._forms[i] for i in arrays]))
+        arrays = self._touched(runs)
+        call = gatherer([self._forms[i] for i in arrays])
+        return _Side(arrays, self._among(arrays, runs), call)
 
     def _load_side(self, runs: tuple[CopyRun, ...]) -> _Side:
-        arrays = tuple(sorted({run.cache // self._ranks for run in runs}))
+        arrays = self._touched(runs)
         forms = [self._forms[i] for i in arrays]
         masks = []
         for i, form in zip(arrays, forms, strict=True):
             caches = range(i * self._ranks, (i + 1) * self._ranks)
             by_shard = [[run for run in runs if run.cache == cache] for cache in caches]
             masks.append(form.mask(i, by_shard))
-        return _Side(arrays, runs, scatterer(forms), tuple(masks))
+        return _Side(arrays, self._among(arrays, runs), scatterer(forms), tuple(masks))
+
+    def _touched(self, runs: Sequence[CopyRun]) -> tuple[int, ...]:
+        return tuple(sorted({run.cache // self._ranks for run in runs}))
+
+    def _among(self, arrays: tuple[int, ...], runs: Sequence[CopyRun]) -> tuple[CopyRun, ...]:
+        local = {index: i * self._ranks for i, index in enumerate(arrays)}
+        return tuple(
+            replace(run, cache=local[run.cache // self._ranks] + run.cache % self._ranks)
+            for run in runs
+        )
 
     def _gather(self, piece: _Piece) -> _Piece:
         side = self._stores[piece.group]
@@ -273,13 +288,12 @@ class JaxDevice(Device):
         self._end(task, started)
 
     def _write(self, piece: _Piece, region: Bytes) -> int:
-        side = self._stores[piece.group]
-        rows: dict[int, Bytes] = {}
-        for index, array in zip(side.arrays, piece.gathered, strict=True):
-            for rank, shard in enumerate(array.addressable_shards):
+        rows = []
+        for array in piece.gathered:
+            for shard in array.addressable_shards:
                 host = np.asarray(shard.data)  # waits for it; on CPUs a view
-                rows[index * self._ranks + rank] = host.reshape(len(host), -1).view(np.uint8)
-        return _copy(side.runs, rows, piece, region, to_region=True)
+                rows.append(host.reshape(len(host), -1).view(np.uint8))
+        return self._copy(self._stores[piece.group], piece, rows, region, to_region=True)
 
     def _stage(self, task: _Job) -> None:
         started = time.perf_counter()
@@ -300,19 +314,24 @@ class JaxDevice(Device):
     def _read(self, piece: _Piece, region: Bytes) -> tuple[_Piece, int]:
         """With its rows from the region, in new host arrays."""
         side, n = self._loads[piece.group], len(piece.offsets)
-        rows: dict[int, Bytes] = {}
-        updates = []
-        for index in side.arrays:
-            form, parts = self._forms[index], []
-            for rank, nbytes in enumerate(form.row_bytes):
-                own = _aligned(len(piece.ids), nbytes)
-                rows[index * self._ranks + rank] = own
-                parts.append(form.host_rows(rank, own))
-            updates.append(tuple(parts))
-        copied = _copy(side.runs, rows, piece, region, to_region=False)
-        for own in rows.values():
+        forms = [self._forms[i] for i in side.arrays]
+        rows = _new_rows(len(piece.ids), [nbytes for form in forms for nbytes in form.row_bytes])
+        copied = self._copy(side, piece, rows, region, to_region=False)
+        for own in rows:
             own[n:] = own[n - 1]
-        return replace(piece, updates=tuple(updates)), copied
+        parts = iter(rows)
+        updates = tuple(
+            tuple(form.host_rows(rank, next(parts)) for rank in range(self._ranks))
+            for form in forms
+        )
+        return replace(piece, updates=updates), copied
+
+    def _copy(
+        self, side: _Side, piece: _Piece, rows: list[Bytes], region: Bytes, to_region: bool
+    ) -> int:
+        grids = grids_of(rows, side.runs, self._page_bytes[piece.group])
+        local = Copy(piece.group, np.arange(len(piece.offsets)), piece.offsets)
+        return copy_pages(grids, local, region, to_region)
 
     def _settle(self, task: _Job) -> None:
         started = time.perf_counter()
@@ -347,20 +366,16 @@ def _bucket(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _aligned(rows: int, nbytes: int) -> Bytes:
-    """New memory that JAX on CPUs takes as it is; it copies what isn't aligned to 64 bytes."""
-    room = np.empty(rows * nbytes + 63, np.uint8)
+def _new_rows(rows: int, row_bytes: Sequence[int]) -> list[Bytes]:
+    """New memory for `rows` rows of each size, one after the other: boxes span equal ones.
+
+    JAX on CPUs takes it as it is; it copies what isn't aligned to 64 bytes.
+    """
+    sizes = [-(-rows * nbytes // 64) * 64 for nbytes in row_bytes]
+    room = np.empty(sum(sizes) + 63, np.uint8)
     start = -room.ctypes.data % 64
-    return room[start : start + rows * nbytes].reshape(rows, nbytes)
-
-
-def _copy(
-    runs: Sequence[CopyRun],
-    rows: Mapping[int, Bytes],
-    piece: _Piece,
-    region: Bytes,
-    to_region: bool,
-) -> int:
-    plans = [Plan.of(run, rows[run.cache]) for run in runs]
-    local = np.arange(len(piece.offsets))
-    return copy_pages(plans, Copy(piece.group, local, piece.offsets), region, to_region)
+    parts = []
+    for size, nbytes in zip(sizes, row_bytes, strict=True):
+        parts.append(room[start : start + rows * nbytes].reshape(rows, nbytes))
+        start += size
+    return parts
