@@ -231,7 +231,7 @@ MAMBA = MambaSpec(block_size=TOKENS, shapes=((4, 4),), dtypes=(torch.float32,))
         ({"pp": 2}, r"pipeline parallelism \(size 2\) is not supported"),
         ({"dcp": 2}, r"decode context parallelism \(size 2\)"),
         ({"cache_dtype": "fp8"}, "leave --kv-cache-dtype at auto"),
-        ({"spec": MAMBA}, r"layers.0.attn has a MambaSpec, which is not supported"),
+        ({"spec": MAMBA}, r"layers.0.attn keeps its state in mode 'none', not at block"),
         ({"layout": "LHBNC", "tp": 2}, "layout LHBNC of group 0 is not supported"),
         ({"heads": 6, "tp": 4}, "6 units can't be shared evenly by 4 ranks"),
         ({"algorithm": "xxhash"}, "set PYTHONHASHSEED"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm_fakes import CHUNK, NAMESPACE, TTL, Clock, FakeNode
 
 from kvstrata.errors import Expired
+from kvstrata.keys import Namespace
 from kvstrata_adapters.engines.vllm.faults import FaultLine, report_fault
 from kvstrata_adapters.engines.vllm.link import NodeLink
 from kvstrata_adapters.engines.vllm.manager import KVStrataManager
@@ -37,11 +39,13 @@ def context(name: str, *numbers: int) -> ReqContext:
 class Engine:
     """A manager, and what vLLM would do with it."""
 
-    def __init__(self, node: FakeNode, clock: Clock, faults: Path) -> None:
+    def __init__(
+        self, node: FakeNode, clock: Clock, faults: Path, namespace: Namespace = NAMESPACE
+    ) -> None:
         self.node = node
         self.faults = FaultLine(faults)
         self.link = NodeLink(node.connect(), node.connect, clock)
-        self.manager = KVStrataManager(self.link, NAMESPACE, self.faults, 10.0, 64, clock)
+        self.manager = KVStrataManager(self.link, namespace, self.faults, 10.0, 64, clock)
 
     def step(self) -> None:
         self.manager.on_schedule_end(END)
@@ -155,7 +159,7 @@ def test_a_node_that_says_nothing_holds_no_request_up(
     node.lagging = True
     request = context("a", 1)
     assert engine.find(request, 1) == [RETRY]
-    clock.now += 2.1
+    clock.now += 5.1
     assert engine.look(request, 1) == [MISS]
     assert engine.look(context("b", 1), 1) == [MISS]
     assert not engine.manager.has_pending_work()
@@ -324,6 +328,29 @@ def test_without_enough_slots_a_store_is_put_off_once_then_made_in_part(
     out = engine.manager.prepare_store(keys(*range(100, 150)), request)
     assert out is not None
     assert out.keys_to_store == keys(*range(100, 100 + len(out.keys_to_store)))
+
+
+@pytest.fixture
+def states(clock: Clock, tmp_path: Path) -> Iterator[Engine]:
+    """An engine whose only group is of Mamba states."""
+    (group,) = NAMESPACE.groups
+    group = msgspec.structs.replace(group, kind="mamba")
+    namespace = msgspec.structs.replace(NAMESPACE, groups=(group,))
+    engine = Engine(FakeNode(clock, 32, namespace), clock, tmp_path / "states", namespace)
+    yield engine
+    engine.manager.shutdown()
+
+
+def test_stores_of_states_are_not_put_off_as_vllm_offers_them_once(states: Engine) -> None:
+    out = states.manager.prepare_store(keys(*range(20)), context("a", *range(20)))
+    assert out is not None
+    assert 0 < len(out.keys_to_store) < 20
+    assert out.keys_to_store == keys(*range(len(out.keys_to_store)))
+
+
+def test_a_state_is_found_behind_missing_ones(states: Engine) -> None:
+    states.node.tier.add(states.node.namespace.key(0, keys(3)[0][:-4]))
+    assert states.find(context("a", 1, 2, 3), 1, 2, 3) == [MISS, MISS, HIT_PENDING]
 
 
 def test_slots_are_granted_ahead_for_what_was_missed(engine: Engine, node: FakeNode) -> None:

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from kvstrata.client import Client
 from kvstrata.errors import KVStrataError
-from kvstrata.keys import Key, Namespace
+from kvstrata.keys import Key, Namespace, split_key
 
 BLOCK = 32
 TOKEN = "of-the-tests"
@@ -182,6 +182,7 @@ class Engine:
         dtype: str = "bfloat16",
         blocks_per_chunk: int = 1,
         device_blocks: int = 64,
+        batched_tokens: int = 1024,
         environment: dict[str, str] | None = None,
     ) -> None:
         self.name = name
@@ -191,6 +192,7 @@ class Engine:
             "block_size": BLOCK,
             "blocks_per_chunk": blocks_per_chunk,
             "device_blocks": device_blocks,
+            "batched_tokens": batched_tokens,
             "kvstrata": kvstrata,
             "ranks": ranks,
             "dtype": dtype,
@@ -252,7 +254,7 @@ def read_chunks(client: Client, keys: list[Key], wait: float = 10.0) -> list[byt
     """The bytes of these chunks, as far as they are found without a gap."""
     namespace: Namespace | None = client.namespace
     assert namespace is not None
-    size = namespace.chunk_bytes[0]
+    size = namespace.chunk_bytes[split_key(keys[0]).group]
     found = client.lookup(keys, wait=wait)
     view = client.region.view
     chunks = [bytes(view[o : o + size]) for o in found.offsets[: found.prefix]]

@@ -2,8 +2,9 @@
 
 Nothing is guessed: the head count comes from each layer's own KV-cache spec, the interior of a
 page from the layout vLLM resolved, and both are checked against vLLM's own certified mapping of
-the layer. What can't be certified (Mamba states, packed layouts, pipeline and context
-parallelism, per-token scales) is refused with the name of the layer and the reason.
+the layer. States of Mamba and the like are `state.py`'s. What can't be certified (packed layouts,
+pipeline and context parallelism, per-token scales) is refused with the name of the layer and the
+reason.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -38,6 +40,7 @@ from kvstrata.layout import (
 )
 from kvstrata_adapters.engines.vllm.options import Options
 from kvstrata_adapters.engines.vllm.revision import folder_revision
+from kvstrata_adapters.engines.vllm.state import derive_state
 
 __all__ = ["Geometry", "derive_geometry", "hash_seed_fingerprint"]
 
@@ -87,15 +90,21 @@ def _derive(
     _check_parallel(config, vllm_config)
     layers = vllm_config.compilation_config.static_forward_context
     heads = vllm_config.model_config.get_total_num_kv_heads()
-    facts = {
-        name: _layer_facts(name, layers[name], heads, config.parallel.tp_size, vllm_config)
-        for group in config.groups
-        for name in group.layer_names
-    }
-    groups, runs, store_runs = [], {}, {}
+    groups: list[Group] = []
+    contents: set[str] = set()
+    runs, store_runs = {}, {}
     rows = [tensor.page_size_bytes for tensor in caches.tensors]
     tp, rank = config.parallel.tp_size, config.parallel.rank
     for offloaded, refs in zip(config.groups, caches.group_data_refs, strict=True):
+        names = offloaded.layer_names
+        if isinstance(layers[names[0]].get_kv_cache_spec(vllm_config), MambaSpec):
+            state = derive_state(config, offloaded, refs, caches.tensors, layers, vllm_config)
+            group = state.group
+            runs[group.id], store_runs[group.id] = state.runs.load, state.runs.store
+            groups.append(group)
+            contents.add(state.tag)
+            continue
+        facts = {name: _layer_facts(name, layers[name], heads, tp, vllm_config) for name in names}
         fact = _common(offloaded, facts)
         group = _group(offloaded, refs, fact)
         _certify(config, offloaded, refs, fact, group.fields[0].unit_bytes, rank)
@@ -105,9 +114,10 @@ def _derive(
         # All ranks have one geometry, so this rank can check that together they write it all.
         check_tiling(group, [_rank_runs(group, places, r, tp, rows, write=True) for r in range(tp)])
         groups.append(group)
-    if config.cache.blocks_per_chunk > 1 and any(g.window for g in groups):
+        contents.add(fact.content)
+    if config.cache.blocks_per_chunk > 1 and any(g.window or g.kind == "mamba" for g in groups):
         raise ConfigError(
-            "chunks of a sliding-window group may lack their first blocks: "
+            "chunks of a sliding-window group or of states may lack their first blocks: "
             "leave `blocks_per_chunk` at 1 for this model"
         )
     namespace = Namespace(
@@ -115,7 +125,7 @@ def _derive(
         revision=options.revision or _revision(config, vllm_config),
         config=_config_hash(vllm_config),
         dtype=config.model.dtype,
-        content_format=" ".join(sorted({fact.content for fact in facts.values()})),
+        content_format=" ".join(sorted(contents)),
         groups=tuple(groups),
         blocks_per_chunk=config.cache.blocks_per_chunk,
         hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),

@@ -94,7 +94,8 @@ class Lookups:
         self._by_lease: dict[int, RequestChunks] = {}
         self._known: OrderedDict[bytes, float] = OrderedDict()
         groups = naming.namespace.groups
-        self._windowed = {g.id for g in groups if g.window}
+        # Of these vLLM needs the last chunks only, and looks for them from the end.
+        self._windowed = {g.id for g in groups if g.window or g.kind == "mamba"}
         self._chunk_tokens = {
             g.id: g.tokens_per_block * naming.namespace.blocks_per_chunk for g in groups
         }

@@ -32,7 +32,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstrata import wire
 from kvstrata.errors import Expired
-from kvstrata.keys import Namespace
+from kvstrata.keys import GROUP_BYTES, Namespace
 from kvstrata_adapters.engines.vllm.faults import FaultLine
 from kvstrata_adapters.engines.vllm.link import Answered, Lost, NodeLink, Restored
 from kvstrata_adapters.engines.vllm.lookups import Load, Lookups, RequestChunks
@@ -80,6 +80,9 @@ class KVStrataManager(OffloadingManager):
         self._clock = clock
         self._naming = Naming(namespace)
         self._pool = SlotPool(namespace, credits)
+        self._state_groups = {
+            g.id.to_bytes(GROUP_BYTES, "big") for g in namespace.groups if g.kind == "mamba"
+        }
         self._lookups = Lookups(link, self._naming, self._pool, wait, clock)
         # By vLLM's key, whose job is writing it. A job of a session that is gone may still end
         # while another one writes the same key anew.
@@ -152,10 +155,13 @@ class KVStrataManager(OffloadingManager):
         request = self._lookups.of(req_context)
         fresh = [k for k in keys if k not in self._writing and not self._lookups.is_known(k)]
         need = Counter(self._naming.size(key) for key in fresh)
-        if not request.short and any(n > self._pool.free(size) for size, n in need.items()):
+        if self._are_states(keys):
+            pass  # offered once: what there is no slot for now is not stored
+        elif not request.short and any(n > self._pool.free(size) for size, n in need.items()):
             self._put_off(request, need)
             return None
-        request.short = False
+        else:
+            request.short = False
         for size, n in need.items():
             self._lookups.expect(request, size, -n)
         chosen: list[OffloadKey] = []
@@ -173,6 +179,9 @@ class KVStrataManager(OffloadingManager):
             self._unsaid.add(key)
             self._link.draft.uses.append(wire.Use(offset, name))
         return PrepareStoreOutput(chosen, self._spec(names, offsets), [])
+
+    def _are_states(self, keys: Collection[OffloadKey]) -> bool:
+        return all(key[-GROUP_BYTES:] in self._state_groups for key in keys)
 
     def _put_off(self, request: RequestChunks, need: Counter[int]) -> None:
         """Ask for the slots now: vLLM offers the chunks again in its next step."""
