@@ -14,7 +14,7 @@ VLLM_BASE := $(VLLM_VENV)/.vllm-$(VLLM_VERSION)-torch-$(TORCH_VERSION)
 VLLM_READY := $(VLLM_VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv constraints demo test test-vllm lint format openapi docs clean
+.PHONY: help venv constraints demo test test-gpu test-vllm lint format openapi docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -47,6 +47,12 @@ demo: $(READY) ## see it work: offload, restart, reload, transfer (under three m
 
 test: $(READY) ## all tests that need no vLLM
 	$(BIN)/pytest -n 2 -m 'not vllm'
+
+test-gpu: $(READY) ## the CUDA device on this machine's GPU: its tests, and GB/s
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[torch]'
+	$(BIN)/pytest tests/gpu -n 0
+	$(BIN)/python -m kvstrata_adapters.devices.cuda_check
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .

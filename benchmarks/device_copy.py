@@ -1,28 +1,27 @@
 """How fast does a device move pages between an engine's caches and the region?
 
 GB/s of one store and one load of all blocks in random order, by `CpuDevice`, for each way an engine
-may keep its cache. Peer: one memcpy of as many bytes between the same memory and the same region,
-in turns with ours. `ratio` is ours over the peer's, both in their best round, since whatever else
-the machine does only adds time; `limit` is the least it should be, where there is a target.
+may keep its cache (`kvstrata_adapters.devices.samples`). Peer: one memcpy of as many bytes between
+the same memory and the same region, in turns with ours. `ratio` is ours over the peer's, both in
+their best round; `limit` is the least it should be, where there is a target. Seconds are of CPU
+time: what else the machine runs is not the question, and without that they are the clock's.
 
-Geometry: one of 4 ranks of a model of 32 layers and 8 heads of 128 + 128 bf16 in blocks of 16
-tokens. A block is 512 KiB, in fragments of 512 KiB (BHLNC, whose order is the page's own), 8 KiB
-(heads before tokens), 512 bytes (tokens before heads) or 256 bytes (K and V apart).
+Reference: a busy 2-core AMD EPYC VM with 32 MiB of L3 cache, Linux 6.18, glibc 2.36, Python 3.11,
+numpy 2.3, torch 2.13 CPU tensors, 128 MiB a copy; of two runs the least and the most. Arrays of
+numpy are as fast or faster. The memcpy does 9.5 to 12.5 GB/s.
 
-Reference: a 2-core AMD EPYC VM, Linux 6.18, Python 3.11, numpy 2.3, torch 2.13, 128 MiB, on a
-machine shared with others; of four runs the least and the most, torch CPU tensors. numpy arrays
-are as fast. The memcpy does 9 to 13 GB/s.
+                        store                     load              limit
+                 GB/s      of memcpy       GB/s      of memcpy
+    BHLNC     11.3, 11.5  0.94 .. 1.15  11.3, 11.7  0.96 .. 1.14    0.85
+    BLHNC     10.0, 10.3  0.82 .. 1.01  12.1, 12.2  0.99 .. 1.17
+    LBHNC      9.1,  9.6  0.77 .. 0.97   8.4,  8.7  0.73 .. 0.86
+    LHBNC      8.8,  9.3  0.78 .. 0.94   8.6,  8.9  0.78 .. 0.87
+    BLNHC      6.8,  7.0  0.57 .. 0.71  11.0, 11.6  0.95 .. 1.13
+    LBNHC      6.0,  6.1  0.52 .. 0.62   7.5,  8.2  0.69 .. 0.81    0.50
+    split NHD  6.6,  6.9  0.54 .. 0.70   6.1,  6.2  0.51 .. 0.63
 
-                store GB/s     of memcpy      load GB/s     of memcpy      limit
-    BHLNC       10.0 .. 11.1   0.97 .. 1.10   9.8 .. 11.1   1.02 .. 1.10   0.85
-    LBHNC        8.9 ..  9.3   0.80 .. 0.94   8.3 ..  9.1   0.77 .. 0.84
-    BLHNC        5.9 .. 10.4   0.71 .. 1.00   5.6 .. 12.7   0.70 .. 1.13
-    LBNHC        3.0 ..  6.3   0.42 .. 0.61   4.0 ..  8.5   0.59 .. 0.82   0.50
-    BLNHC        6.5 ..  6.9   0.60 .. 0.67   8.9 .. 11.4   0.90 .. 1.17
-    split NHD    4.6 ..  6.9   0.55 .. 0.66   4.4 ..  6.4   0.55 .. 0.62
-
-The memcpy is long enough for glibc to write past the cache, a fragment is not. With
-GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=0x10000 both it and BHLNC gain, the rest stays.
+The figures are without GLIBC_TUNABLES. glibc.cpu.x86_non_temporal_threshold=0x10000 makes the
+memcpy faster (13 to 14 GB/s) and ours not: BHLNC then is at 0.75, LBNHC at 0.43.
 """
 
 from __future__ import annotations
@@ -41,26 +40,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kvstrata.layout import (
-    AttentionContent,
-    Packed,
-    Pages,
-    Ranks,
-    Split,
-    Tensor,
-    plan_rank,
-    stage_layers,
-)
 from kvstrata.region import Region
 from kvstrata_adapters.devices.base import Bytes, Copy, as_bytes
 from kvstrata_adapters.devices.cpu import CpuDevice
+from kvstrata_adapters.devices.samples import GROUP, LAYOUTS, SHARE, Sample
 
-LAYERS, TP, RANK = 32, 4, 1
-CONTENT = AttentionContent(heads=8, tokens=16, key=128, value=128, dtype="bfloat16")
-HEADS, ELEMENT = CONTENT.heads // TP, 2
-GROUP = CONTENT.group(0, "full", tuple(f"layer{i}" for i in range(LAYERS)))
-SHARE = GROUP.page_bytes // TP
-LAYOUTS = ("BHLNC", "LBHNC", "BLHNC", "LBNHC", "BLNHC", "split NHD")
 LIMITS = {"BHLNC": 0.85, "LBNHC": 0.5}
 Memory = Literal["numpy", "torch"]
 
@@ -93,31 +77,6 @@ class Figure:
         )
 
 
-def pages_in(layout: str, blocks: int) -> tuple[Pages, int]:
-    """One rank's pages in one allocation, and the bytes of that."""
-    if layout == "split NHD":
-        strides = (CONTENT.tokens * HEADS * 128, HEADS * 128, 128, 1)
-        half = blocks * strides[0]
-        size = 2 * LAYERS * half * ELEMENT
-        shape = (blocks, CONTENT.tokens, HEADS, 128)
-        halves = [tensor(shape, strides, size, i * half) for i in range(2 * LAYERS)]
-        k_and_v = list(zip(halves[::2], halves[1::2], strict=True))
-        return Split("NHD").pages(CONTENT, k_and_v, TP), size
-    sizes = {"L": LAYERS, "B": blocks, "H": HEADS, "N": CONTENT.tokens, "C": 256}
-    stride, step = {}, 1
-    for axis in reversed(layout):
-        stride[axis], step = step, step * sizes[axis]
-    size = step * ELEMENT
-    shape, steps = (blocks, HEADS, CONTENT.tokens, 256), tuple(stride[a] for a in "BHNC")
-    packed = [tensor(shape, steps, size, i * stride["L"]) for i in range(LAYERS)]
-    return Packed(layout).pages(CONTENT, packed, TP), size  # type: ignore[arg-type]
-
-
-def tensor(shape: tuple[int, ...], strides: tuple[int, ...], size: int, at: int) -> Tensor:
-    """Strides and offset in elements."""
-    return Tensor(shape, tuple(s * ELEMENT for s in strides), ELEMENT, size, at * ELEMENT)
-
-
 def memory_of(kind: Memory, size: int) -> Bytes:
     """An engine's allocation as bytes, at a multiple of 64: numpy's own ones are at 16 past a page,
     where the processor's copies into them are slower (loads of BHLNC: 0.6 of the memcpy)."""
@@ -126,7 +85,7 @@ def memory_of(kind: Memory, size: int) -> Bytes:
         return room[-room.ctypes.data % 64 :][:size]
     import torch
 
-    rows = as_bytes(torch.zeros((1, size // ELEMENT), dtype=torch.bfloat16))
+    rows = as_bytes(torch.zeros((1, size // 2), dtype=torch.bfloat16))
     return rows.reshape(-1)
 
 
@@ -134,11 +93,10 @@ class Engine:
     """A device with a cache in one layout, and the jobs that move all of its blocks."""
 
     def __init__(self, layout: str, kind: Memory, blocks: int, region: Region) -> None:
-        pages, size = pages_in(layout, blocks)
-        self.memory = memory_of(kind, size)
+        sample = Sample.of(layout, blocks)
+        self.memory = memory_of(kind, sample.nbytes)
         self.region: Bytes = np.frombuffer(region.view, dtype=np.uint8)
-        runs = plan_rank(GROUP, Ranks(TP, stage_layers(LAYERS, 1)), 0, RANK, pages)
-        caches = [cache.view(self.memory) for cache in pages.caches]
+        caches, runs = [cache.view(self.memory) for cache in sample.caches], sample.runs
         self.device = CpuDevice()
         self.device.register_caches(caches, {0: runs.load}, {0: GROUP.page_bytes}, {0: runs.store})
         self.device.attach(region.view)
@@ -183,9 +141,10 @@ class Engine:
 
 
 def seconds(work: Callable[[], None]) -> float:
-    start = time.perf_counter()
+    """Of CPU time, all threads: only one of them copies, the other waits without spinning."""
+    start = time.process_time()
     work()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def measure(layout: str, kind: Memory, blocks: int, rounds: int, region: Region) -> list[Figure]:

@@ -22,8 +22,6 @@ from kvstrata.layout import (
 from kvstrata_adapters.devices.base import Copy
 from kvstrata_adapters.devices.boxes import Box, Place, Step, fuse
 from kvstrata_adapters.devices.grids import copy_pages, grids_of
-from kvstrata_adapters.devices.rows import Plan
-from kvstrata_adapters.devices.rows import copy_pages as copy_runs
 
 BLOCKS = 5
 
@@ -116,9 +114,13 @@ def test_boxes_move_the_bytes_that_the_runs_move(
     caches, runs, page = caches_and_runs(layout, layers, heads, tokens, tp, rank)
     copy = Copy(0, np.array([3, 0, 4]), np.array([page, 5 * page, 0]) + 3)
     by_runs, by_boxes = np.zeros((2, 7 * page + 3), dtype=np.uint8)
-    plans = [Plan.of(run, caches[run.cache]) for run in runs]
-    want = copy_runs(plans, copy, by_runs, True)
-    assert copy_pages(grids_of(caches, runs, page), copy, by_boxes, True) == want
+    for run, i in product(runs, range(3)):
+        row, to = caches[run.cache][copy.blocks[i]], copy.offsets[i] + run.page_offset
+        for n in range(run.count):
+            at, there = run.device_offset + n * run.device_stride, to + n * run.page_stride
+            by_runs[there : there + run.nbytes] = row[at : at + run.nbytes]
+    moved_bytes = copy_pages(grids_of(caches, runs, page), copy, by_boxes, True)
+    assert moved_bytes == 3 * sum(run.count * run.nbytes for run in runs)
     assert np.array_equal(by_runs, by_boxes)
 
     before = [c.copy() for c in caches]

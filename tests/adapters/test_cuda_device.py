@@ -15,11 +15,13 @@ from kvstrata.errors import Expired, KVStrataError, LinkBroken
 from kvstrata.layout import CopyRun
 from kvstrata.testing import DeviceTests
 from kvstrata_adapters.devices import cuda_plan
-from kvstrata_adapters.devices.base import Copy
+from kvstrata_adapters.devices.base import Copy, Device
 from kvstrata_adapters.devices.boxes import Place
+from kvstrata_adapters.devices.cpu import CpuDevice
 from kvstrata_adapters.devices.cuda import CudaDevice
 from kvstrata_adapters.devices.cuda_driver import BatchCopy, box_view, staged_view
 from kvstrata_adapters.devices.cuda_plan import Extent, Transfers, pieces_of, plan_path
+from kvstrata_adapters.devices.samples import GROUP, LAYOUTS, SHARE, Sample
 
 KIB = 1 << 10
 BIG = 32 * KIB  # a fragment that is copied by itself
@@ -224,6 +226,34 @@ def test_extents_are_what_a_rank_has_of_a_page() -> None:
     assert moved.device.tolist() == [10_000, 10_064, 10_128, 10_192]
     assert moved.host.tolist() == [0, 1000, 5000, 6000]
     assert moved.sizes.tolist() == [64] * 4
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_moves_the_bytes_that_the_cpu_device_moves(layout: str, batched: bool) -> None:
+    sample = Sample.of(layout, blocks=5)
+    (was,) = rows(1, sample.nbytes)[0]
+    memory = [was.copy(), was.copy()]
+    regions = [bytearray(5 * GROUP.page_bytes), bytearray(5 * GROUP.page_bytes)]
+    cuda = CudaDevice(HostDriver(batched), staging_bytes=2 * SHARE, piece_bytes=1 << 20)
+    devices: list[Device] = [cuda, CpuDevice()]
+    offsets = [GROUP.page_bytes * i for i in (3, 0, 2, 4, 1)]
+    for device, held, region in zip(devices, memory, regions, strict=True):
+        caches = [cache.view(held) for cache in sample.caches]
+        runs = sample.runs
+        device.register_caches(caches, {0: runs.load}, {0: GROUP.page_bytes}, {0: runs.store})
+        device.attach(memoryview(region))
+        device.store(1, copy([4, 1, 0, 2, 3], offsets))
+        device.wait([1], 30.0)
+        device.load(2, copy([0, 1, 2, 3, 4], offsets))
+        device.wait([2], 30.0)
+        assert [(r.error, r.nbytes) for r in device.finished()] == [(None, sample.nbytes)] * 2
+    assert cuda.staged(0) is (layout != "BHLNC")
+    assert regions[0] == regions[1]
+    assert np.array_equal(*memory)
+    assert not np.array_equal(memory[0], was)
+    for device in devices:
+        device.close()
 
 
 # ---------------------------------------------------------------- transfers

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from kvstrata.errors import KVStrataError, Malformed
 from kvstrata.layout import CopyRun
 
-__all__ = ["Bytes", "Copy", "Device", "JobResult", "as_bytes"]
+__all__ = ["Bytes", "Copy", "Device", "JobResult", "as_bytes", "row_distances"]
 
 Bytes = NDArray[np.uint8]
 
@@ -117,17 +117,7 @@ def as_bytes(tensor: Any) -> Bytes:
     array = isinstance(tensor, np.ndarray)
     item = int(tensor.itemsize if array else tensor.element_size())
     strides = tuple(tensor.strides) if array else tuple(n * item for n in tensor.stride())
-    row = item * math.prod(shape[1:])
-    if not shape or not row:
-        raise Malformed(f"a KV cache of shape {shape} has no rows to copy")
-    expected = item
-    for stride, n in sorted(zip(strides[1:], shape[1:], strict=True)):
-        if n > 1 and stride != expected:
-            raise Malformed(f"the bytes of one block don't lie together: strides {strides[1:]}")
-        expected *= n
-    pitch = strides[0] if shape[0] > 1 else row
-    if pitch < row:
-        raise Malformed(f"blocks overlap: they have {row} bytes and are {pitch} apart")
+    row, pitch = row_distances(shape, strides, item)
     if array:
         rows = np.lib.stride_tricks.as_strided(tensor, (shape[0], row // item), (pitch, item))
         return rows.view(np.uint8)
@@ -140,3 +130,22 @@ def as_bytes(tensor: Any) -> Bytes:
     )
     result: Bytes = view.numpy()
     return result
+
+
+def row_distances(shape: Sequence[int], strides: Sequence[int], item: int) -> tuple[int, int]:
+    """(bytes of a row, bytes from one row to the next) of a cache with these strides in bytes.
+
+    Raises `Malformed` if the bytes of a row don't lie together, or rows overlap.
+    """
+    row = item * math.prod(shape[1:])
+    if not shape or not row:
+        raise Malformed(f"a KV cache of shape {shape} has no rows to copy")
+    expected = item
+    for stride, n in sorted(zip(strides[1:], shape[1:], strict=True)):
+        if n > 1 and stride != expected:
+            raise Malformed(f"the bytes of one block don't lie together: strides {strides[1:]}")
+        expected *= n
+    pitch = strides[0] if shape[0] > 1 else row
+    if pitch < row:
+        raise Malformed(f"blocks overlap: they have {row} bytes and are {pitch} apart")
+    return row, pitch

@@ -178,6 +178,10 @@ class CudaDevice(Device):
         self._retire()
         self._caches.clear()
 
+    def staged(self, group: int) -> bool:
+        """Whether the group's loads go through a staged page (see `cuda_plan`)."""
+        return self._load.paths[group].staged
+
     # ------------------------------------------------------------ jobs
 
     @property
