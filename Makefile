@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# The tests also drive JAX on simulated devices; the demo and the linters do without.
+TEST_READY := $(VENV)/.test-ready
 
 # vLLM pins its own versions of nearly everything, so it lives in an environment of its own.
 VLLM_VENV := .venv-vllm
@@ -30,6 +32,11 @@ $(READY): pyproject.toml constraints.txt
 		|| echo 'note: nixl is not available here; peers will use the tcp transport'
 	touch $@
 
+$(TEST_READY): $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[jax]'
+	touch $@
+
 # A ruff, mypy or FastAPI of another day finds other faults and writes another REST document. Renew
 # the versions when pyproject.toml asks for more, or now and then: run this, then `make lint openapi
 # test`, and commit constraints.txt with what they changed. Users are not bound by it: pip reads
@@ -37,7 +44,7 @@ $(READY): pyproject.toml constraints.txt
 constraints: ## renew constraints.txt: the versions that .venv is made of
 	rm -rf $(VENV)-new
 	$(PYTHON) -m venv $(VENV)-new
-	$(VENV)-new/bin/pip install --quiet --disable-pip-version-check --editable '.[server,dev]'
+	$(VENV)-new/bin/pip install --quiet --disable-pip-version-check --editable '.[server,dev,jax]'
 	{ echo '# Written by `make constraints`: see the Makefile.'; \
 		$(VENV)-new/bin/pip freeze --exclude-editable; } > constraints.txt
 	rm -rf $(VENV)-new
@@ -45,7 +52,7 @@ constraints: ## renew constraints.txt: the versions that .venv is made of
 demo: $(READY) ## see it work: offload, restart, reload, transfer (under three minutes)
 	$(BIN)/kvstrata demo
 
-test: $(READY) ## all tests that need no vLLM
+test: $(TEST_READY) ## all tests that need no vLLM
 	$(BIN)/pytest -n 2 -m 'not vllm'
 
 test-gpu: $(READY) ## the CUDA device on this machine's GPU: its tests, and GB/s
