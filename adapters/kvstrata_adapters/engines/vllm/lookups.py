@@ -8,6 +8,7 @@ so ours always ends first.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from kvstrata_adapters.engines.vllm.slots import SlotPool
 
 __all__ = ["Load", "Lookups", "RequestChunks"]
 
+_log = logging.getLogger(__name__)
+
 # States of a key; a value of 0 or more is where the chunk lies in the region.
 _MISS = -1
 _PENDING = -2  # on its way to host memory
@@ -34,8 +37,9 @@ _KNOWN_SECONDS = 300.0
 _MOST_KNOWN = 1 << 18
 # A request that waits to be scheduled asks again for what was missing after this long.
 _MISS_SECONDS = 2.0
-# A node that answers nothing for this long is treated as if it had nothing.
-_SILENCE_SECONDS = 2.0
+# A node that answers nothing for this long is treated as if it had nothing. A starved machine can
+# keep a node from running for two seconds (seen with two ranks that spin on two cores).
+_SILENCE_SECONDS = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +95,7 @@ class Lookups:
         self._pool = pool
         self._wait = wait
         self._clock = clock
+        self._silent = False
         self._by_lease: dict[int, RequestChunks] = {}
         self._known: OrderedDict[bytes, float] = OrderedDict()
         groups = naming.namespace.groups
@@ -110,7 +115,7 @@ class Lookups:
         now = self._clock()
         request = self.of(req_context)
         request.asked = now
-        if not self._link.up or self._link.silent_for() > _SILENCE_SECONDS:
+        if not self._link.up or self._is_silent():
             return LookupResult.MISS
         state = request.states.get(key)
         if state is not None and state >= 0:
@@ -129,6 +134,16 @@ class Lookups:
             request.missed = now
             self._ask(request, key, req_context, now, again=True)
         return LookupResult.MISS
+
+    def _is_silent(self) -> bool:
+        silent = self._link.silent_for() > _SILENCE_SECONDS
+        if silent and not self._silent:
+            _log.warning(
+                "the node has not answered for %g s: until it does, it has nothing for us",
+                _SILENCE_SECONDS,
+            )
+        self._silent = silent
+        return silent
 
     # ------------------------------------------------------------ what is stored for certain
 
