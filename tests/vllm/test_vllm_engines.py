@@ -97,7 +97,7 @@ class Site:
 
     def close(self) -> None:
         if self.engine is not None:
-            self.engine.process.kill()
+            self.engine.close()
         self.node.kill()
         self.server.kill()
 

@@ -9,32 +9,16 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from kvstrata.client import Client
-from kvstrata.errors import KVStrataError
 from kvstrata.keys import Key, Namespace, split_key
+from kvstrata.testing.waiting import eventually
 
 BLOCK = 32
 TOKEN = "of-the-tests"
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
-    """The first true value of `condition`. An error of ours means not yet."""
-    deadline = time.monotonic() + seconds
-    trouble: object = "the condition stayed false"
-    while time.monotonic() < deadline:
-        try:
-            if value := condition():
-                return value
-        except KVStrataError as e:
-            trouble = e
-        time.sleep(0.05)
-    raise AssertionError(f"did not happen within {seconds} s: {trouble}")
 
 
 def make_model(folder: Path) -> Path:
@@ -224,8 +208,19 @@ class Engine:
         assert self.ask("reset", connector=connector, fill=fill)
 
     def quit(self) -> None:
+        """End as a server does, so that vLLM removes its own shared memory."""
         self.ask("quit")
+        self._pipe(self.process.child.stdin).close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.child.wait(20)
         self.process.kill()
+
+    def close(self) -> None:
+        """`quit`, whatever state it is in."""
+        try:
+            self.quit()
+        except (AssertionError, OSError):
+            self.process.kill()
 
     def _answer(self) -> Any:
         line = self._pipe(self.process.child.stdout).readline()
