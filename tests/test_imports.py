@@ -22,6 +22,7 @@ HEAVY = ("torch", "jax", "nixl", "nixl_cu12", "vllm", "fastapi", "sqlalchemy", "
 FLOORS = {
     "kvstrata.errors": 0,
     "kvstrata.addresses": 1,
+    "kvstrata.plugins": 1,
     "kvstrata.keys": 1,
     "kvstrata.config": 1,
     "kvstrata.region": 1,

@@ -224,8 +224,8 @@ def test_policies_open_by_name_and_by_class() -> None:
         ("", "neither"),
         ("no_such_module:Lru", "neither"),
         ("kvstrata.policies:Mru", "neither"),
-        (f"{__name__}:NoPolicy", "is not a kvstrata.policies.Policy"),
-        ("kvstrata.policies:open_policy", "is not a kvstrata.policies.Policy"),
+        (f"{__name__}:NoPolicy", "is not a kvstrata.policies.base.Policy"),
+        ("kvstrata.policies:open_policy", "is not a kvstrata.policies.base.Policy"),
     ],
 )
 def test_policies_that_are_none(name: str, says: str) -> None:

@@ -33,6 +33,6 @@ class Namespaces:
         nbytes = self._sizes.get(key[: DIGEST_BYTES + GROUP_BYTES])
         if nbytes is None:
             digest = key[:DIGEST_BYTES]
-            what = "group of" if digest in self._known else "namespace"
-            raise Missing(f"no {what} namespace {digest.hex()} is registered at this node")
+            what = "no group of namespace" if digest in self._known else "no namespace"
+            raise Missing(f"{what} {digest.hex()} is registered at this node")
         return nbytes

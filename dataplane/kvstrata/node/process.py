@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -36,6 +35,7 @@ from kvstrata.node.status import tier_statuses, usage_of
 from kvstrata.node.store import Store
 from kvstrata.node.supervisor import Supervisor
 from kvstrata.peer_wire import parse_address
+from kvstrata.plugins import load_class
 from kvstrata.region import Region, sweep
 from kvstrata.tiers.base import Tier, TierContext
 from kvstrata.tiers.peer import PeerTier
@@ -53,17 +53,8 @@ _SCRAPE_SECONDS = 5.0
 
 async def open_tier(settings: TierSettings, context: TierContext) -> Tier:
     """The tier that `settings.type` names: an entry point, or `module:Class`."""
-    found = None
-    if ":" in settings.type:
-        module, _, attribute = settings.type.partition(":")
-        with contextlib.suppress(ImportError, AttributeError):
-            found = getattr(import_module(module), attribute)
-    else:
-        for entry in entry_points(group="kvstrata.tiers", name=settings.type):
-            found = entry.load()
-    if not (isinstance(found, type) and issubclass(found, Tier)):
-        names = sorted(entry_points(group="kvstrata.tiers").names)
-        raise ConfigError(f"tier type {settings.type!r} is neither one of {names} nor module:Class")
+    known = {entry.name: entry.value for entry in entry_points(group="kvstrata.tiers")}
+    found = load_class("tier type", settings.type, Tier, known)
     return await found.open(settings.options, context)
 
 

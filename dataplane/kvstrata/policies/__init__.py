@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
-from kvstrata.errors import ConfigError
+from kvstrata.plugins import load_class
 from kvstrata.policies.arc import Arc
 from kvstrata.policies.base import Policy
 from kvstrata.policies.lru import Lru
@@ -13,19 +11,9 @@ from kvstrata.policies.s3fifo import S3Fifo
 __all__ = ["BUILT_IN", "Arc", "Lru", "Policy", "S3Fifo", "open_policy"]
 
 BUILT_IN: dict[str, type[Policy]] = {"lru": Lru, "arc": Arc, "s3fifo": S3Fifo}
+_PLACES = {name: f"{cls.__module__}:{cls.__qualname__}" for name, cls in BUILT_IN.items()}
 
 
 def open_policy(name: str, capacity: int) -> Policy:
     """A built-in policy by name or an own one by `module:Class`. Raises `ConfigError`."""
-    found = BUILT_IN.get(name)
-    if found is None:
-        module, _, attribute = name.partition(":")
-        try:
-            found = getattr(import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as e:
-            raise ConfigError(
-                f"host.policy {name!r} is neither one of {sorted(BUILT_IN)} nor module:Class: {e}"
-            ) from e
-        if not (isinstance(found, type) and issubclass(found, Policy)):
-            raise ConfigError(f"host.policy {name!r} is not a kvstrata.policies.Policy")
-    return found(capacity)
+    return load_class("host.policy", name, Policy, _PLACES)(capacity)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
-from importlib import import_module
 
 from kvstrata.errors import ConfigError
+from kvstrata.plugins import load_class
 from kvstrata.transports.base import Authorize, Read, Transport
 
 __all__ = ["Authorize", "Read", "Transport", "open_transport", "start_transports"]
@@ -33,16 +33,7 @@ def open_transport(
 
 
 def _find(name: str) -> type[Transport]:
-    module, _, attribute = _BUILT_IN.get(name, name).partition(":")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise ConfigError(
-            f"peers.transports {name!r} is neither one of {sorted(_BUILT_IN)} nor module:Class: {e}"
-        ) from e
-    if not (isinstance(found, type) and issubclass(found, Transport)):
-        raise ConfigError(f"peers.transports {name!r} is not a kvstrata.transports.Transport")
-    return found
+    return load_class("peers.transports", name, Transport, _BUILT_IN)
 
 
 async def start_transports(
