@@ -327,6 +327,18 @@ async def test_no_node_is_a_clear_error(tmp_path: Path) -> None:
         Client.connect(tmp_path / "none.sock", "e")
 
 
+async def test_a_release_ends_what_its_lookup_still_waits_for(port: Port) -> None:
+    def work() -> None:
+        with port.client("a") as a, port.client("b") as b:
+            a.reserve([key(1)])
+            b.send(wire.Step(0, lookups=[wire.Lookup(7, [key(1)], "all", 5.0)]))
+            b.release(7)
+            a.commit([key(1)])
+            assert b.drop(["host"]) == {"host": 1}  # no lease came with the commit
+
+    await port.run(work)
+
+
 async def test_dropping_by_tier(port: Port) -> None:
     def work() -> None:
         with port.client() as client:

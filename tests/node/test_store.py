@@ -283,6 +283,22 @@ async def test_no_room_for_a_promotion_is_a_miss() -> None:
     assert store.counters.no_room == 2
 
 
+async def test_an_abandoned_lookup_leases_nothing_later() -> None:
+    tier = HeldTier()
+    tier.chunks = {key(1): payload(key(1))}
+    tier.gate.clear()
+    store = make_store(tier)
+    store.lookup("r", 1, [key(1)], "all", 5, _never)
+    other = asyncio.create_task(store.find("r", 2, [key(1)], "all", 5))
+    await asyncio.sleep(0)
+    store.abandon("r", 1)
+    tier.gate.set()
+    assert list(await other) == [key(1)]
+    assert store.host.usage().leases == 1
+    store.abandon("r", 2)
+    assert store.host.drop() == 1
+
+
 async def test_forgetting_an_owner_ends_its_waits() -> None:
     tier = HeldTier()
     tier.chunks = {key(1): payload(key(1))}

@@ -260,7 +260,8 @@ class EnginePort:
     def _step(self, session: Session, step: wire.Step) -> wire.StepReply:
         self._check(session, step)
         host, owner, ttl = self._store.host, session.owner, self._store.settings.lease_ttl
-        host.release(owner, step.releases)
+        for lease in step.releases:
+            self._store.abandon(owner, lease)
         lapsed = host.renew(owner, step.renews, ttl)
         for lease, keys in step.begin:
             if not host.begin(owner, lease, _keys(keys)):

@@ -51,12 +51,14 @@ class Waits:
         self._counters = counters
         self._lease_ttl = lease_ttl
         self._waiters: dict[Key, list[_Waiter]] = {}
+        self._by_owner: dict[str, set[_Waiter]] = {}
 
     def add(self, owner: str, lease: int, keys: set[Key], settle: Settle, wait: float) -> None:
         """Wait for `keys`, at most `wait` seconds."""
         waiter = _Waiter(owner, lease, keys, settle)
         for key in keys:
             self._waiters.setdefault(key, []).append(waiter)
+        self._by_owner.setdefault(owner, set()).add(waiter)
         loop = asyncio.get_running_loop()
         waiter.timer = loop.call_later(wait, self._give_up, waiter)
 
@@ -77,17 +79,11 @@ class Waits:
 
     def stop(self, owner: str, lease: int | None = None) -> None:
         """Nobody is there to be told any more (None: for any lease of the owner)."""
-        gone = {
-            waiter
-            for waiters in self._waiters.values()
-            for waiter in waiters
-            if waiter.owner == owner and lease in (None, waiter.lease)
-        }
-        for waiter in gone:
+        waiters = self._by_owner.get(owner, ())
+        for waiter in [w for w in waiters if lease in (None, w.lease)]:
             self._forget(waiter)
             self._counters.misses += len(waiter.pending)
-            if waiter.timer is not None:
-                waiter.timer.cancel()
+            self._end(waiter)
 
     def _give_up(self, waiter: _Waiter) -> None:
         self._forget(waiter)
@@ -104,6 +100,14 @@ class Waits:
     def _finish(self, waiter: _Waiter, keys: Sequence[Key], chunks: Sequence[Chunk | None]) -> None:
         self._counters.misses += sum(chunk is None for chunk in chunks)
         waiter.pending.difference_update(keys)
-        if not waiter.pending and waiter.timer is not None:
-            waiter.timer.cancel()
+        if not waiter.pending:
+            self._end(waiter)
         waiter.settle(keys, chunks)
+
+    def _end(self, waiter: _Waiter) -> None:
+        if waiter.timer is not None:
+            waiter.timer.cancel()
+        mine = self._by_owner[waiter.owner]
+        mine.discard(waiter)
+        if not mine:
+            del self._by_owner[waiter.owner]
