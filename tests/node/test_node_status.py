@@ -25,7 +25,7 @@ from kvstrata.tiers.base import Item, Outcome, Tier, TierContext, Usage
 class OddTier(Tier):
     """Holds nothing, and says of itself what the test has set."""
 
-    name: ClassVar[str] = "odd"
+    name = "odd"
     said: ClassVar[Any] = None
     open_tiers: ClassVar[set[OddTier]] = set()
 

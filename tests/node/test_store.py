@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -33,7 +33,7 @@ def payload(k: Key) -> bytes:
 class HeldTier(Tier):
     """Chunks in a dict; `gate` holds loads and stores back, `outcomes` overrides loads."""
 
-    name: ClassVar[str] = "held"
+    name = "held"
 
     def __init__(self, store_id: str = "held-1", name: str = "held") -> None:
         self.store_id = store_id

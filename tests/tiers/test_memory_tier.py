@@ -18,7 +18,7 @@ from kvstrata.tiers.base import Item, Outcome, Tier, TierContext, Usage, checksu
 class MemoryTier(Tier):
     """Chunks in a dict; the first stored are the first to go, but not for their own batch."""
 
-    name: ClassVar[str] = "memory"
+    name = "memory"
     store_id = "memory"
 
     def __init__(self, context: TierContext, capacity: int | None = None) -> None:

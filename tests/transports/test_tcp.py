@@ -12,6 +12,7 @@ import pytest
 from kvstrata.errors import ConfigError, LinkBroken, Malformed, PeerRefused
 from kvstrata.testing.sources import pattern
 from kvstrata.testing.transports import LEASE, SIZE, TransportTests, scattered, soon
+from kvstrata.testing.waiting import until
 from kvstrata.transports import Read, tcp_source
 from kvstrata.transports.tcp import TcpTransport
 from kvstrata.transports.tcp_wire import MAX_RANGES
@@ -54,6 +55,11 @@ def request(lease=LEASE, ranges=((0, 4096),), magic=b"kvsr", version=1, count=No
 
 def port_of(source):
     return msgspec.msgpack.decode(source.describe())[1]
+
+
+def serving():
+    """The threads that answer consumers; one about to start counts."""
+    return [t for t in threading.enumerate() if t.name == "kvstrata-tcp-serve"]
 
 
 def dial(source):
@@ -229,10 +235,8 @@ async def test_who_does_not_read_is_dropped(source, monkeypatch):
     monkeypatch.setattr(tcp_source, "_WRITE_SECONDS", 0.1)
     with dial(source) as sock:
         sock.sendall(request(ranges=((0, SIZE),) * 16))
-        threads = [t for t in threading.enumerate() if t.name == "kvstrata-tcp-serve"]
-        for thread in threads:
-            await asyncio.to_thread(thread.join, 10)
-            assert not thread.is_alive()
+        await until(serving)
+        await until(lambda: not serving())
 
 
 async def test_close_leaves_no_thread():

@@ -9,7 +9,8 @@ Rules a tier keeps:
   - Bytes handed out are verified against the checksum they were stored with. A mismatch is
     `corrupt`: the object is set aside, counted, and missing from then on.
   - The memory of an item is read or written only while its call runs. A call that passes its
-    deadline still returns only when nothing of it touches that memory any more.
+    deadline still returns only when nothing of it touches that memory any more. (The node
+    doesn't wait for it: it counts the call as failed and keeps the memory from other use.)
   - Conditions of one key (missing, corrupt, full, failed) are outcomes, not exceptions.
   - After `close` every call raises `LinkBroken`.
 """
@@ -50,12 +51,18 @@ class Item:
 
     `offset` is where the view starts in the node's region (-1: it is not region memory).
     `checksum` is xxh3-64 of the payload where the node already knows it (stores only).
+    `parent` is the chunk that this one extends, where the node knows it (stores only): a tier
+    keeps the head of a chain longer than its tail.
+    `exact` is False for loads that also take an object shorter than the view, into its first
+    bytes: what is stored there says itself where it ends (wrappers that compress do).
     """
 
     key: Key
     view: memoryview
     offset: int = -1
     checksum: int | None = None
+    parent: Key | None = None
+    exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +101,14 @@ class TierContext:
 
 
 class Tier(ABC):
-    """One secondary tier. `name` labels its metrics; `store_id` is the location it reports.
+    """One secondary tier. `name` labels its metrics and log lines: the class says what kind it is,
+    the node may give each of several of a kind its own. `store_id` is the location it reports.
 
     Two nodes whose tiers have the same `store_id` share one store (a mount, a bucket).
     Deadlines are in the context's clock, seconds; None means the tier's own default.
     """
 
-    name: ClassVar[str]
+    name: str
     writable: ClassVar[bool] = True
     """False for a tier that only reads (peers): nothing cascades to it, `store` is `NO_ROOM`."""
     store_id: str

@@ -18,7 +18,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from kvstrata.errors import Corrupt
 from kvstrata.keys import DIGEST_BYTES, Key
@@ -48,7 +48,7 @@ _LATE = _Done(Outcome.FAILED)
 class FsTier(Tier):
     """Chunks as files; see `FsOptions` for its options."""
 
-    name: ClassVar[str] = "fs"
+    name = "fs"
 
     def __init__(self, options: FsOptions, context: TierContext, root: Root) -> None:
         """Use `open`."""

@@ -38,7 +38,7 @@ class PeerTier(Tier):
     and from the next such peer if that fails.
     """
 
-    name: ClassVar[str] = "peer"
+    name = "peer"
     writable: ClassVar[bool] = False
 
     def __init__(self, links: PeerLinks, addresses: Sequence[str], context: TierContext) -> None:
