@@ -77,7 +77,7 @@ docs: $(READY) ## write docs/settings.md from the schema
 	$(BIN)/python docs/settings.py
 
 test-vllm: $(VLLM_READY) ## end-to-end tests with real vLLM engines on CPU
-	$(VLLM_BIN)/pytest tests/vllm -m vllm -n 0
+	$(VLLM_BIN)/pytest tests/vllm tests/adapters -m vllm -n 0
 
 $(VLLM_BASE):
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
@@ -90,7 +90,7 @@ $(VLLM_BASE):
 $(VLLM_READY): pyproject.toml $(VLLM_BASE)
 	$(VLLM_BIN)/pip freeze --exclude-editable > $(VLLM_VENV)/pins.txt
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --constraint $(VLLM_VENV)/pins.txt \
-		--editable '.[server]' hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
+		--editable '.[server,jax]' hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	touch $@
 
 clean: ## remove what the targets above made, environments included
