@@ -101,7 +101,7 @@ def test_declared_commands_can_be_loaded() -> None:
         ("demo", ".venv/bin/kvstrata demo"),
         ("test", "pytest -n 2 -m 'not vllm'"),
         ("lint", "ruff format --check ."),
-        ("test-vllm", "pytest tests/vllm -m vllm -n 0"),
+        ("test-vllm", "pytest tests/vllm tests/adapters -m vllm -n 0"),
         ("openapi", "-m kvstrata_server.openapi"),
         ("docs", "docs/settings.py"),
     ],
