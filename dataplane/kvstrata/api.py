@@ -456,3 +456,21 @@ class Health(_Answer):
     """How often a task failed and began anew."""
     unwritten_rows: int
     """Rows of the index that SQL doesn't have yet."""
+
+
+class AuditEntry(_Answer):
+    """One act that changed state. `actor` is the token's name, `operation` is named as in the
+    API's document, `subject` is the path asked for, `status` the HTTP status answered."""
+
+    id: int
+    time: float
+    actor: str
+    client: str
+    operation: str
+    subject: str
+    status: int
+
+
+class AuditList(_Answer):
+    entries: list[AuditEntry]
+    next: int | None = None

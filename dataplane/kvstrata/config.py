@@ -39,6 +39,7 @@ from kvstrata.addresses import split_address
 from kvstrata.errors import ConfigError
 
 __all__ = [
+    "EventSettings",
     "NodeSettings",
     "ServerSettings",
     "TierSettings",
@@ -201,12 +202,42 @@ class ControlSettings(_Section):
 
     url: str = ""
     """As in `http://127.0.0.1:7800`; empty: none."""
+    ca: Path | None = None
+    """Certificates to trust instead of the system's, PEM, for an `https` address."""
     token: Token = ""
     """Bearer token with the role `node`."""
     report_interval: Seconds = 0.1
     """How often placements that changed are reported."""
     heartbeat_interval: Seconds = 2.0
     """Well below `heartbeat_ttl` of the server."""
+
+
+class EventSettings(_Section):
+    """One publisher of KV events in vLLM's format, for routers such as llm-d's and Dynamo's."""
+
+    listen: str
+    """Where readers subscribe, as in `tcp://127.0.0.1:5557`; port 0: any free one."""
+    replay: str = ""
+    """Where readers ask for what they lost, as in `tcp://127.0.0.1:5558`; empty: nowhere."""
+    topic: str = ""
+    """llm-d wants `kv@<address:port of the engine's endpoint>@<model>`."""
+    model: str = ""
+    """Publish only chunks of this model; empty: of all. A reader takes all for its one model's."""
+    rank: Annotated[int, Field(ge=0)] = 0
+    """Data-parallel rank that events are stamped with."""
+    format: Literal["map", "array"] = "map"
+    """`array` for readers that don't know events as maps (llm-d-kv-cache until mid 2026)."""
+    interval: Seconds = 0.05
+    """How long changes are gathered before they are published."""
+    repeat: Seconds = 1.0
+    """With nothing to say, the last number is said again this often."""
+    buffer_batches: Annotated[int, Field(ge=1)] = 10_000
+    """Batches kept for replay. Who asks for an older one is told the state instead."""
+    buffer_bytes: ByteSize = ByteSize(64 << 20)
+    """Most bytes of those."""
+    unprotected: bool = False
+    """Allow addresses beyond loopback. The protocol knows no authentication, and events carry the
+    tokens of prompts."""
 
 
 class _Settings(BaseSettings):
@@ -277,6 +308,8 @@ class NodeSettings(_Settings):
     """Secondary tiers, in the order they are asked."""
     peers: PeerSettings = PeerSettings()
     control: ControlSettings = ControlSettings()
+    events: list[EventSettings] = []
+    """Publishers of KV events: one for each engine endpoint that a router knows."""
     metrics: Listen = ""
     """`host:port` of the Prometheus endpoint; empty: none."""
     exit_with_stdin: bool = False
@@ -304,8 +337,17 @@ class ServerSettings(_Settings):
     database: str = "sqlite+aiosqlite:///kvstrata.sqlite"
     """SQLAlchemy URL with an async driver. Migrations are applied at start."""
     token: Token = ""
-    """Bearer token that opens every route; empty: no authentication, loopback only."""
+    """Bearer token with the role `admin`, beside those made by `kvstrata token`. Without any token
+    there is no authentication, and the server listens on loopback only."""
     heartbeat_ttl: Seconds = 10.0
     """A node silent for longer is no longer offered."""
     transfer_retention: Seconds = 86400.0
     """How long ended transfers can be read."""
+    rate_limit: Annotated[float, Field(ge=0)] = 0.0
+    """Requests a second that one token may make on average, twice as many at once; 0: no limit."""
+    audit_retention: Seconds = 90 * 86400.0
+    """How long the audit log is kept."""
+    tls_cert: Path | None = None
+    """Certificate chain, PEM: serve HTTPS. Needs `tls_key`."""
+    tls_key: Path | None = None
+    """Private key of the certificate, PEM."""

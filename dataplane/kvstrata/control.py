@@ -7,7 +7,9 @@ Every call has a timeout. What the server refuses comes back as the error it mea
 from __future__ import annotations
 
 import re
+import ssl
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 from urllib.parse import quote
@@ -132,10 +134,20 @@ def _is_address(url: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.host) and (parts.port or 0) < 1 << 16
 
 
+def _trusting(ca: Path) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except (OSError, ssl.SSLError) as e:
+        raise ConfigError(
+            f"certificates {ca} can't be used: {e}. Name a readable PEM file that holds the "
+            "certificate, or its issuer's, of the control plane"
+        ) from e
+
+
 class _Client:
     """What both clients share: how a call becomes a request, and an answer a message."""
 
-    def __init__(self, url: str, token: str = "", timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, url: str, token: str, timeout: float, ca: Path | None) -> None:
         if not _is_address(url):
             raise ConfigError(
                 f"control plane address {url!r} must be http:// or https://, a host and a port, "
@@ -149,6 +161,7 @@ class _Client:
         self.url = url.rstrip("/")
         self._token = token
         self._timeout = timeout
+        self._verify = True if ca is None else _trusting(ca)
 
     @property
     def _base_headers(self) -> dict[str, str]:
@@ -216,7 +229,8 @@ def _error_of(response: httpx.Response) -> KVStrataError:
 
 
 class ControlPlane(_Client):
-    """Async client. `transport` replaces the network (httpx.ASGITransport in tests).
+    """Async client. `transport` replaces the network (httpx.ASGITransport in tests), `ca` the
+    certificates of the system.
 
     Use it as a context manager, or call `close`. Raises `ConfigError` on an address that can't
     be one.
@@ -228,12 +242,16 @@ class ControlPlane(_Client):
         token: str = "",
         timeout: float = DEFAULT_TIMEOUT,
         transport: httpx.AsyncBaseTransport | None = None,
+        ca: Path | None = None,
     ) -> None:
-        super().__init__(url, token, timeout)
+        super().__init__(url, token, timeout, ca)
         import httpx
 
         self._http = httpx.AsyncClient(
-            base_url=self.url, headers=self._base_headers, transport=transport
+            base_url=self.url,
+            headers=self._base_headers,
+            transport=transport,
+            verify=self._verify,
         )
 
     async def _run(self, call: _Call[R]) -> R:
@@ -319,12 +337,16 @@ class SyncControlPlane(_Client):
         token: str = "",
         timeout: float = DEFAULT_TIMEOUT,
         transport: httpx.BaseTransport | None = None,
+        ca: Path | None = None,
     ) -> None:
-        super().__init__(url, token, timeout)
+        super().__init__(url, token, timeout, ca)
         import httpx
 
         self._http = httpx.Client(
-            base_url=self.url, headers=self._base_headers, transport=transport
+            base_url=self.url,
+            headers=self._base_headers,
+            transport=transport,
+            verify=self._verify,
         )
 
     def _run(self, call: _Call[R]) -> R:

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from importlib.metadata import version
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
 
 from kvstrata.addresses import split_address
@@ -20,12 +21,12 @@ from kvstrata.cli.flags import settings_from
 from kvstrata.config import ServerSettings
 from kvstrata.errors import ConfigError
 from kvstrata_server import openapi, problems
-from kvstrata_server.auth import BearerToken, check_exposure
+from kvstrata_server.auth import Gate, authorize
 from kvstrata_server.body_limit import BodyLimit
 from kvstrata_server.clock import Clock, steady_clock
 from kvstrata_server.metrics import Timing
 from kvstrata_server.plane import ControlState
-from kvstrata_server.routes import health, nodes, placements, transfers
+from kvstrata_server.routes import audit, health, nodes, placements, transfers
 
 __all__ = ["create_app", "main"]
 
@@ -37,9 +38,9 @@ def create_app(settings: ServerSettings, clock: Clock | None = None) -> FastAPI:
     """The app; its lifespan opens the database, loads the index and runs the background tasks.
 
     `clock` gives seconds since the epoch and never goes back. Raises `ConfigError` on settings
-    that can't work, among them an address that others can reach without a token.
+    that can't work; the lifespan does on an address that others can reach without a token.
     """
-    check_exposure(settings)
+    _check_tls(settings)
     state = ControlState(settings, clock or steady_clock())
 
     @asynccontextmanager
@@ -58,16 +59,17 @@ def create_app(settings: ServerSettings, clock: Clock | None = None) -> FastAPI:
         docs_url=None,  # it would load scripts from a CDN
         redoc_url=None,
         generate_unique_id_function=_operation_id,
+        dependencies=[Depends(authorize)],
     )
     app.state.control = state
     app.openapi = lambda: openapi.document(app)  # type: ignore[method-assign]
     problems.install(app)
-    for module in (nodes, placements, transfers, health):
+    for module in (nodes, placements, transfers, audit, health):
         app.include_router(module.router)
 
     # The last one added is asked first.
     app.add_middleware(BodyLimit, most=MAX_BODY_BYTES)
-    app.add_middleware(BearerToken, token=settings.token)
+    app.add_middleware(Gate, state=state)
     app.add_middleware(Timing, metrics=state.metrics)
     return app
 
@@ -100,6 +102,8 @@ async def _serve(app: FastAPI, listener: socket.socket) -> None:
                 access_log=False,
                 ws="none",
                 timeout_graceful_shutdown=_GRACE,
+                ssl_certfile=state.settings.tls_cert,
+                ssl_keyfile=state.settings.tls_key,
             ),
             on_shutdown=state.transfers.close,
         )
@@ -132,11 +136,28 @@ class _Server(uvicorn.Server):
         for listener in sockets or ():
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
-            print(f"kvstrata server: listening on http://{shown}:{port}", flush=True)
+            scheme = "https" if self.config.is_ssl else "http"
+            print(f"kvstrata server: listening on {scheme}://{shown}:{port}", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._on_shutdown()
         await super().shutdown(sockets)
+
+
+def _check_tls(settings: ServerSettings) -> None:
+    if settings.tls_cert is None and settings.tls_key is None:
+        return
+    if settings.tls_cert is None or settings.tls_key is None:
+        raise ConfigError("server.tls_cert and server.tls_key are needed both, or neither")
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            settings.tls_cert, settings.tls_key
+        )
+    except (OSError, ssl.SSLError) as e:
+        raise ConfigError(
+            f"server.tls_cert {settings.tls_cert} and server.tls_key {settings.tls_key} can't be "
+            f"used: {e}. Both are PEM files that this user may read, and belong together"
+        ) from e
 
 
 def _listen(settings: ServerSettings) -> socket.socket:

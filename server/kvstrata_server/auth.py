@@ -1,50 +1,124 @@
-"""Who may ask: one bearer token for now; roles come with tokens of their own.
+"""Who asks, may they, and how often: before a request's body is read or its route looked for.
 
-Authentication happens before a request's body is read or its route looked for.
+`Gate` tells who it is by the bearer token; `authorize` compares what the route needs.
 """
 
 from __future__ import annotations
 
-from secrets import compare_digest
-
+from fastapi import Request
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvstrata.addresses import is_loopback, split_address
-from kvstrata.config import ServerSettings
-from kvstrata.errors import ConfigError
-from kvstrata_server.problems import problem
+from kvstrata_server.audit import PutAudit
+from kvstrata_server.plane import ControlState
+from kvstrata_server.problems import Forbidden, problem
+from kvstrata_server.roles import ANYONE, Identity, needs_of
 
-__all__ = ["OPEN_PATHS", "BearerToken", "check_exposure"]
+__all__ = ["OPEN_PATHS", "Gate", "authorize", "identity_of"]
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 """What a load balancer asks: no token, and nothing in the answers that needs one."""
 
-
-def check_exposure(settings: ServerSettings) -> None:
-    """Raises `ConfigError` if anybody on the network could use the server without a token."""
-    host, _ = split_address(settings.listen)
-    if not settings.token and not is_loopback(host):
-        raise ConfigError(
-            f"server.listen is {settings.listen!r} and server.token is empty, so anyone who "
-            "reaches this host could use it: set KVSTRATA_SERVER_TOKEN, or listen on 127.0.0.1"
-        )
+_IDENTITY = "kvstrata.identity"
 
 
-class BearerToken:
-    """Middleware: 401 without the right token, except on `OPEN_PATHS`. No token set: no check."""
+class Gate:
+    """Middleware: 401 without a token in use, 429 for those who ask too often, except on
+    `OPEN_PATHS`. Writes down acts that the audit log keeps."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, state: ControlState) -> None:
         self._app = app
-        self._token = token.encode()
+        self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._token or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
+            return
+        client = _client_of(scope)
+        # Who guesses is slowed down, whatever they guess now.
+        if wait := self._state.guesses.would_wait(client):
+            await _too_often(wait)(scope, receive, send)
             return
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and compare_digest(given.strip().encode(), self._token):
-            await self._app(scope, receive, send)
+        identity = self._state.tokens.identify(given.strip() if scheme.lower() == "bearer" else "")
+        if identity is None:
+            self._state.guesses.wait(client)
+            detail = "the bearer token is not one in use" if given else "this needs a bearer token"
+            await problem(401, detail)(scope, receive, send)
             return
-        detail = "the bearer token is wrong" if given else "this needs a bearer token"
-        await problem(401, detail)(scope, receive, send)
+        name = client if identity is ANYONE else identity.name
+        if wait := self._state.rate.wait(name):
+            await _too_often(wait)(scope, receive, send)
+            return
+        scope[_IDENTITY] = identity
+        await self._passed(identity, client, scope, receive, send)
+
+    async def _passed(
+        self, identity: Identity, client: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        status = 500
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            operation = getattr(scope.get("route"), "name", "")
+            if operation and needs_of(operation, scope["method"]).audited:
+                self._state.writer.put(
+                    PutAudit(
+                        time=self._state.clock(),
+                        actor=identity.name,
+                        client=client,
+                        operation=operation,
+                        subject=scope["path"],
+                        status=status,
+                    )
+                )
+
+
+async def authorize(request: Request) -> None:
+    """Dependency of every route. Raises `Forbidden`, naming what the token lacks."""
+    if request.url.path in OPEN_PATHS:
+        return
+    identity = identity_of(request)
+    operation = getattr(request.scope.get("route"), "name", "")
+    needs = needs_of(operation, request.method)
+    if not identity.may(needs.role):
+        raise Forbidden(
+            f"token {identity.name!r} has the role {identity.role}, and {operation} needs "
+            f"{needs.role}"
+        )
+    if identity.tenants is not None and not needs.by_tenant:
+        raise Forbidden(
+            f"token {identity.name!r} is limited to tenants, and {operation} shows all of them"
+        )
+    named = request.path_params.get("node_id")
+    if identity.node is not None and named is not None and named != identity.node:
+        raise Forbidden(f"token {identity.name!r} is for node {identity.node!r}, not {named!r}")
+
+
+def identity_of(request: Request) -> Identity:
+    """Who asks, as `Gate` found out."""
+    identity = request.scope.get(_IDENTITY)
+    if not isinstance(identity, Identity):
+        raise TypeError("this app was not made by create_app")
+    return identity
+
+
+def _client_of(scope: Scope) -> str:
+    client = scope.get("client")
+    return str(client[0]) if client else ""
+
+
+def _too_often(wait: float) -> Response:
+    return problem(
+        429,
+        f"you ask more often than `rate_limit` allows: again in {wait:.2f} s",
+        headers={"Retry-After": str(max(1, round(wait)))},
+    )

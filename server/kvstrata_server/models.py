@@ -5,6 +5,8 @@
                │     └─ stores    a mount or bucket that several nodes may share
                └─ placements   one chunk at one location
     transfers ── transfer_chunks
+    api_tokens                who may ask, as hashes
+    audit_log                 who changed what
 
 A store that two nodes share has a location for each: who reported a chunk matters when one of
 them sends a snapshot, which must not drop what only the other one knows. A chunk is identified
@@ -31,12 +33,14 @@ from sqlalchemy import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 __all__ = [
+    "AuditRow",
     "Base",
     "LocationRow",
     "NamespaceRow",
     "NodeRow",
     "PlacementRow",
     "StoreRow",
+    "TokenRow",
     "TransferChunkRow",
     "TransferRow",
 ]
@@ -141,3 +145,37 @@ class TransferChunkRow(Base):
     key: Mapped[bytes] = mapped_column(LargeBinary(52))
     outcome: Mapped[str] = mapped_column(String(16))
     source: Mapped[str | None] = mapped_column(String(128))
+
+
+class TokenRow(Base):
+    __tablename__ = "api_tokens"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    name: Mapped[str] = mapped_column(String(128))
+    role: Mapped[str] = mapped_column(String(16))
+    tenants: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
+    """NULL: all of them."""
+    node: Mapped[str | None] = mapped_column(String(128))
+    """NULL: in the name of any node."""
+    digest: Mapped[bytes] = mapped_column(LargeBinary(32))
+    """SHA-256 of the token, which is kept nowhere."""
+    created: Mapped[float] = mapped_column(Double)
+    expires: Mapped[float | None] = mapped_column(Double)
+    revoked: Mapped[float | None] = mapped_column(Double)
+
+
+class AuditRow(Base):
+    __tablename__ = "audit_log"
+
+    id: Mapped[int] = mapped_column(
+        BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True
+    )
+    time: Mapped[float] = mapped_column(Double, index=True)
+    actor: Mapped[str] = mapped_column(String(128))
+    """Name of the token."""
+    client: Mapped[str] = mapped_column(String(64))
+    """Address the request came from."""
+    operation: Mapped[str] = mapped_column(String(64))
+    subject: Mapped[str] = mapped_column(String(255))
+    status: Mapped[int] = mapped_column(Integer)
+    """As in HTTP; those of 400 and more changed nothing."""

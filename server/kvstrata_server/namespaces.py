@@ -8,6 +8,8 @@ import msgspec
 
 from kvstrata import api
 from kvstrata.keys import DIGEST_BYTES, Key, Namespace, split_key
+from kvstrata_server.problems import Forbidden
+from kvstrata_server.roles import Identity
 from kvstrata_server.writes import PutNamespace, Write
 
 __all__ = ["Namespaces"]
@@ -51,8 +53,18 @@ class Namespaces:
         namespace = self._known.get(digest)
         return 0 if namespace is None else namespace.chunk_bytes.get(group, 0)
 
-    def page(self, after: str | None, limit: int) -> api.NamespaceList:
-        digests = sorted(digest.hex() for digest in self._known)
+    def are_visible(self, keys: Iterable[bytes], who: Identity) -> bool:
+        """Whether all these keys are of tenants that `who` may know of."""
+        digests = {key[:DIGEST_BYTES] for key in keys} if who.tenants is not None else ()
+        return all(who.may_see(self._known.get(digest)) for digest in digests)
+
+    def require_visible(self, keys: Iterable[bytes], who: Identity) -> None:
+        """Raises `Forbidden` if not; it doesn't say whether there is such a namespace."""
+        if not self.are_visible(keys, who):
+            raise Forbidden(f"token {who.name!r} is for other tenants than some of these keys")
+
+    def page(self, after: str | None, limit: int, who: Identity) -> api.NamespaceList:
+        digests = sorted(d.hex() for d, document in self._known.items() if who.may_see(document))
         rest = [digest for digest in digests if after is None or digest > after]
         shown = [self._info(digest) for digest in rest[:limit]]
         more = shown[-1].digest if len(rest) > limit else None

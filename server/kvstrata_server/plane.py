@@ -9,9 +9,12 @@ from sqlalchemy import select
 from starlette.requests import Request
 
 from kvstrata import api
+from kvstrata.addresses import is_loopback, split_address
 from kvstrata.config import ServerSettings
+from kvstrata.errors import ConfigError
 from kvstrata.keys import Key
 from kvstrata.node.supervisor import Supervisor
+from kvstrata_server.audit import ForgetAudit
 from kvstrata_server.clock import Clock
 from kvstrata_server.cluster import Cluster, Node
 from kvstrata_server.database import Database
@@ -20,6 +23,8 @@ from kvstrata_server.metrics import Metrics
 from kvstrata_server.models import LocationRow, NamespaceRow, NodeRow, PlacementRow, StoreRow
 from kvstrata_server.namespaces import Namespaces
 from kvstrata_server.places import Places
+from kvstrata_server.rate_limit import RateLimit
+from kvstrata_server.tokens import Tokens
 from kvstrata_server.transfers import Scheduler
 from kvstrata_server.writer import Writer
 
@@ -28,6 +33,9 @@ __all__ = ["ControlState", "state_of"]
 _SWEEP_INTERVAL = 0.25
 _FORGET_INTERVAL = 60.0
 _FLUSH_TIMEOUT = 10.0
+# Wrong tokens from one address: so many at once, then so many a second.
+_GUESSES = 20
+_GUESS_RATE = 1.0
 
 
 class ControlState:
@@ -38,6 +46,9 @@ class ControlState:
         self.clock = clock
         self.metrics = Metrics()
         self.database = Database(settings.database)
+        self.tokens = Tokens(self.database, clock, settings.token)
+        self.rate = RateLimit(settings.rate_limit, 2 * settings.rate_limit, clock)
+        self.guesses = RateLimit(_GUESS_RATE, _GUESSES, clock)
         self.writer = Writer(self.database)
         self.index = PlacementIndex()
         self.places = Places(self.index)
@@ -63,15 +74,18 @@ class ControlState:
         self._version = version("kvstrata")
 
     async def open(self) -> None:
-        """Raises `ConfigError` if the database can't be used."""
+        """Raises `ConfigError` if the database can't be used, or anybody could use this server."""
         try:
             await self.database.migrate()
+            await self.tokens.refresh()
+            self._check_exposure()
             await self.load()
         except BaseException:
             await self.database.close()
             raise
         self._tasks.start("writer", self.writer.run)
         self._tasks.start("sweep", self._sweep)
+        self._tasks.start("tokens", self.tokens.run)
         self.ready = True
 
     async def close(self) -> None:
@@ -80,6 +94,15 @@ class ControlState:
         await self.writer.drain(_FLUSH_TIMEOUT)
         await self._tasks.stop()
         await self.database.close()
+
+    def _check_exposure(self) -> None:
+        host, _ = split_address(self.settings.listen)
+        if not self.tokens.required and not is_loopback(host):
+            raise ConfigError(
+                f"server.listen is {self.settings.listen!r} and there is no token, so anyone who "
+                "reaches this host could use it: make one (`kvstrata token create`), set "
+                "KVSTRATA_SERVER_TOKEN, or listen on 127.0.0.1"
+            )
 
     def health(self) -> api.Health:
         tasks = [
@@ -118,6 +141,7 @@ class ControlState:
             if loop.time() - forgotten >= _FORGET_INTERVAL:
                 forgotten = loop.time()
                 self.transfers.forget_old()
+                self.writer.put(ForgetAudit(self.clock() - self.settings.audit_retention))
             await asyncio.sleep(_SWEEP_INTERVAL)
 
     async def load(self) -> None:

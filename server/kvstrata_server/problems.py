@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from kvstrata.api import HTTP_STATUS, Problem
 from kvstrata.errors import Malformed, PeerRefused
 
-__all__ = ["MEDIA_TYPE", "Conflict", "install", "problem", "responses"]
+__all__ = ["MEDIA_TYPE", "Conflict", "Forbidden", "install", "problem", "responses"]
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +30,20 @@ _TITLES = {
     410: "Expired",
     413: "Request too large",
     422: "Malformed request",
+    429: "Asked too often",
     500: "Internal error",
     502: "Broken behind this server",
     503: "Busy",
     507: "No space",
 }
 # Not `missing`: that would tell a node to register again at a server that is none of ours.
-_CODES = {401: "unauthenticated", 404: "no_route", 405: "method_not_allowed", 413: "too_large"}
+_CODES = {
+    401: "unauthenticated",
+    404: "no_route",
+    405: "method_not_allowed",
+    413: "too_large",
+    429: "busy",
+}
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 
 
@@ -46,7 +53,13 @@ class Conflict(PeerRefused):
     code = "conflict"
 
 
-_STATUS = HTTP_STATUS | {Conflict.code: 409}
+class Forbidden(PeerRefused):
+    """The token is good, and doesn't allow this. Clients see `PeerRefused`."""
+
+    code = "forbidden"
+
+
+_STATUS = HTTP_STATUS | {Conflict.code: 409, Forbidden.code: 403}
 
 
 def problem(
@@ -62,7 +75,7 @@ def problem(
         status=status,
         detail=detail,
         code=code or _CODES.get(status, "error"),
-        retryable=status >= 500 and status not in (500, 507),
+        retryable=status == 429 or (status >= 500 and status not in (500, 507)),
         errors=errors or [],
     )
     return Response(
@@ -111,5 +124,5 @@ def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
             "description": _TITLES[status],
             "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
         }
-        for status in (401, 413, 422, *statuses, 500)
+        for status in sorted({401, 403, 413, 422, 429, *statuses, 500})
     }

@@ -4,7 +4,10 @@ from server_kit import join, running
 from kvstrata.config import ServerSettings
 from kvstrata.control import ControlPlane
 from kvstrata.errors import ConfigError, PeerRefused
+from kvstrata_server import tokens
 from kvstrata_server.app import create_app, main
+from kvstrata_server.database import Database
+from kvstrata_server.roles import Role
 
 
 async def test_a_token_opens_every_route(tmp_path):
@@ -37,11 +40,21 @@ async def test_the_client_says_what_to_set(tmp_path):
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:7800", "10.1.2.3:7800", "[::]:7800", "node7:7800"])
-def test_others_may_not_reach_a_server_without_a_token(tmp_path, listen):
+async def test_others_may_not_reach_a_server_without_a_token(tmp_path, listen):
     url = f"sqlite+aiosqlite:///{tmp_path}/x.sqlite"
+
+    async def opens(token: str = "") -> bool:
+        app = create_app(ServerSettings(listen=listen, database=url, token=token))
+        async with app.router.lifespan_context(app):
+            return True
+
     with pytest.raises(ConfigError, match="KVSTRATA_SERVER_TOKEN"):
-        create_app(ServerSettings(listen=listen, database=url))
-    create_app(ServerSettings(listen=listen, database=url, token="t"))
+        await opens()
+    assert await opens("t")
+    database = Database(url)
+    await tokens.create(database, "ci", Role.READ, now=0.0)
+    await database.close()
+    assert await opens()
 
 
 @pytest.mark.parametrize(
@@ -53,8 +66,13 @@ def test_others_may_not_reach_a_server_without_a_token(tmp_path, listen):
         (["--database", "sqlite:///x.sqlite"], "sqlite+aiosqlite"),
         (["--database", "mysql+aiomysql://h/x"], "server.database"),
         (["--listen", "127.0.0.1:0", "--database", "sqlite+aiosqlite:////no/x"], "directory"),
+        (["--tls-cert", "cert.pem"], "both, or neither"),
+        (["--tls-cert", "cert.pem", "--tls-key", "key.pem"], "belong together"),
     ],
 )
-def test_settings_that_cannot_work_say_what_to_change(arguments, said, capsys):
+def test_settings_that_cannot_work_say_what_to_change(
+    arguments, said, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # where the default database would be
     assert main(arguments) == 2
     assert said in capsys.readouterr().err

@@ -40,7 +40,8 @@ def test_every_operation_is_named_described_and_documents_its_problems(document)
             problem = operation["responses"]["401"]["content"]["application/problem+json"]
             assert problem["schema"]["$ref"] == "#/components/schemas/Problem"
             assert "HTTPValidationError" not in str(operation)
-    assert len(seen) == len(set(seen)) == 17
+    assert len(seen) == len(set(seen))
+    assert {"lookup_placements", "create_transfer", "list_audit"} <= set(seen)
     assert "Problem" in document["components"]["schemas"]
 
 

@@ -9,25 +9,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
+import trustme
 from server_kit import database_url, host, join, keys, report, store
 
 from kvstrata import api
 from kvstrata.api import TransferState
 from kvstrata.control import ControlPlane
-from kvstrata.errors import LinkBroken
+from kvstrata.errors import ConfigError, LinkBroken, PeerRefused
 
 PROGRAM = "import sys; from kvstrata_server.app import main; sys.exit(main(sys.argv[1:]))"
 
 
 class Server:
-    def __init__(self, path: Path, listen: str) -> None:
+    def __init__(self, path: Path, listen: str, *flags: str) -> None:
+        base = [sys.executable, "-c", PROGRAM, "--listen", listen, "--database", database_url(path)]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, "--listen", listen, "--database", database_url(path)],
+            [*base, *flags],
             stdout=subprocess.PIPE,
             text=True,
         )
         line = self.process.stdout.readline()
-        found = re.fullmatch(r"kvstrata server: listening on (http://127\.0\.0\.1:\d+)\n", line)
+        found = re.fullmatch(r"kvstrata server: listening on (https?://127\.0\.0\.1:\d+)\n", line)
         assert found, f"the server said {line!r}"
         self.url = found[1]
 
@@ -39,8 +42,8 @@ class Server:
 
 
 @contextmanager
-def server(path: Path, listen: str = "127.0.0.1:0") -> Iterator[Server]:
-    started = Server(path, listen)
+def server(path: Path, listen: str = "127.0.0.1:0", *flags: str) -> Iterator[Server]:
+    started = Server(path, listen, *flags)
     try:
         yield started
     finally:
@@ -150,3 +153,68 @@ def test_a_second_server_is_kept_off_the_database(tmp_path):
         )  # fmt: skip
         assert second.returncode == 2
         assert "another control plane" in second.stderr
+
+
+async def test_it_serves_tls_to_who_trusts_its_certificate(tmp_path):
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    ca, cert, key = tmp_path / "ca.pem", tmp_path / "cert.pem", tmp_path / "key.pem"
+    authority.cert_pem.write_to_path(ca)
+    issued.private_key_pem.write_to_path(key)
+    for part in issued.cert_chain_pems:
+        part.write_to_path(cert, append=True)
+    with server(tmp_path, "127.0.0.1:0", "--tls-cert", str(cert), "--tls-key", str(key)) as s:
+        assert s.url.startswith("https://")
+        async with ControlPlane(s.url, ca=ca) as control:
+            assert (await control.health()).status == "ok"
+        async with ControlPlane(s.url) as stranger:
+            with pytest.raises(LinkBroken, match="certificate"):
+                await stranger.health()
+        async with ControlPlane(s.url.replace("https", "http")) as plain:
+            with pytest.raises(LinkBroken):
+                await plain.health()
+
+
+def test_certificates_that_cannot_be_read_say_so(tmp_path):
+    with pytest.raises(ConfigError, match="PEM"):
+        ControlPlane("https://127.0.0.1:1", ca=tmp_path / "none.pem")
+
+
+async def test_a_token_made_beside_a_server_that_runs_is_known_to_it(tmp_path):
+    database = ["--database", database_url(tmp_path)]
+
+    def token(*arguments: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvstrata_server.token_command", *database, *arguments],
+            capture_output=True,
+            text=True,
+        )
+        return done.returncode, done.stdout
+
+    code, first = token("create", "admin", "--role", "admin")
+    assert code == 0
+    with server(tmp_path) as s:
+        async with ControlPlane(s.url, first.strip()) as admin:
+            await join(admin, "a")
+            code, made = token("create", "dashboards", "--role", "read", "--expires", "1h")
+            assert code == 0
+            async with ControlPlane(s.url, made.strip()) as reader:
+
+                async def known() -> bool:
+                    try:
+                        return [n.id for n in (await reader.nodes()).nodes] == ["a"]
+                    except PeerRefused:
+                        return False
+
+                async with asyncio.timeout(20):
+                    while not await known():  # noqa: ASYNC110 - another process
+                        await asyncio.sleep(0.2)
+                assert token("revoke", "dashboards")[0] == 0
+                async with asyncio.timeout(20):
+                    while await known():  # noqa: ASYNC110 - another process
+                        await asyncio.sleep(0.2)
+    code, shown = token("list")
+    assert code == 0
+    assert "dashboards" in shown
+    assert "revoked" in shown
+    assert made.strip() not in shown

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from pydantic import ValidationError
 from rich.console import Console
@@ -44,11 +45,17 @@ def add_server(parser: Parser, default_url: str | None = DEFAULT_URL) -> None:
         default=os.environ.get("KVSTRATA_TOKEN", ""),
         help="bearer token; better set in the environment [env: KVSTRATA_TOKEN]",
     )
+    parser.add_argument(
+        "--ca",
+        type=Path,
+        default=os.environ.get("KVSTRATA_CA") or None,
+        help="certificates to trust instead of the system's, PEM [env: KVSTRATA_CA]",
+    )
     parser.add_argument("--json", action="store_true", help="for machines")
 
 
 def connect(options: argparse.Namespace) -> SyncControlPlane:
-    return SyncControlPlane(options.url, options.token)
+    return SyncControlPlane(options.url, options.token, ca=options.ca)
 
 
 def read_keys(words: Sequence[str]) -> list[str]:

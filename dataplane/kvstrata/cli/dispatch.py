@@ -32,6 +32,7 @@ _BUILT_IN = {
 }
 _ABOUT = {
     "server": "run the control plane: who holds what, and transfers between nodes",
+    "token": "make, list and revoke tokens for the control plane",
     "node": "run a node: the cache of one host, in memory and on disk",
     "demo": "see it work: an engine offloads, restarts and reloads; a second node fetches",
     "lookup": "ask the control plane who holds some chunks",
@@ -39,7 +40,7 @@ _ABOUT = {
     "status": "show a node or the cluster",
     "simulate": "replay a trace of requests: hit rate by policy and capacity",
 }
-_EXTRAS = {"server": "server", "demo": "server"}
+_EXTRAS = {"server": "server", "token": "server", "demo": "server"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

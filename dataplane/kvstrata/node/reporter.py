@@ -56,7 +56,7 @@ class Reporter:
         self._phase = "not started"
         self._troubles: dict[str, str] = {}
         self._reported = reported
-        self._control = control or ControlPlane(settings.url, settings.token)
+        self._control = control or ControlPlane(settings.url, settings.token, ca=settings.ca)
         self._report_interval = settings.report_interval
         self._heartbeat_interval = settings.heartbeat_interval
         self._sleep = sleep

@@ -7,23 +7,30 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Request
 
 from kvstrata import api
+from kvstrata_server.auth import identity_of
 from kvstrata_server.examples import example
 from kvstrata_server.plane import ControlState, state_of
-from kvstrata_server.problems import responses
+from kvstrata_server.problems import Forbidden, responses
+from kvstrata_server.roles import Identity
 from kvstrata_server.routes.paging import After, Limit, NodeId
 
 router = APIRouter(prefix="/v1/nodes", tags=["nodes"])
 
 State = Annotated[ControlState, Depends(state_of)]
+Who = Annotated[Identity, Depends(identity_of)]
 Incarnation = Annotated[
     str, Query(max_length=128, description="The node's start id, as registered")
 ]
 
 
 @router.post("", responses=responses(503), openapi_extra=example("register_node"))
-async def register_node(registration: api.NodeRegistration, state: State) -> api.RegistrationReply:
+async def register_node(
+    registration: api.NodeRegistration, state: State, who: Who
+) -> api.RegistrationReply:
     """A node says that it is here. Repeating it is harmless; a new incarnation voids what the
     old one held in host memory."""
+    if who.node is not None and who.node != registration.id:
+        raise Forbidden(f"token {who.name!r} is for node {who.node!r}, not {registration.id!r}")
     return state.cluster.register(registration)
 
 

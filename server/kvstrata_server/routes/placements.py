@@ -7,29 +7,35 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 
 from kvstrata import api
+from kvstrata_server.auth import identity_of
+from kvstrata_server.cluster import keys_of
 from kvstrata_server.examples import example
 from kvstrata_server.lookup import look_up
 from kvstrata_server.plane import ControlState, state_of
 from kvstrata_server.problems import responses
+from kvstrata_server.roles import Identity
 from kvstrata_server.routes.paging import After, Limit
 
 router = APIRouter(prefix="/v1", tags=["placements"])
 
 State = Annotated[ControlState, Depends(state_of)]
+Who = Annotated[Identity, Depends(identity_of)]
 
 
 @router.post(
     "/placements:lookup", responses=responses(), openapi_extra=example("lookup_placements")
 )
-async def lookup_placements(request: api.LookupRequest, state: State) -> api.LookupReply:
+async def lookup_placements(request: api.LookupRequest, state: State, who: Who) -> api.LookupReply:
     """For a chain of keys, the longest prefix that each node can serve, in all and per tier.
     Only nodes heard within their heartbeat TTL are offered, and each answer says how old it is."""
+    if who.tenants is not None:
+        state.namespaces.require_visible(keys_of(request.keys), who)
     return look_up(state.cluster, state.metrics, request)
 
 
 @router.get("/namespaces", responses=responses())
 async def list_namespaces(
-    state: State, after: After = None, limit: Limit = 100
+    state: State, who: Who, after: After = None, limit: Limit = 100
 ) -> api.NamespaceList:
     """Documents behind the namespace digests that keys begin with, in order of the digests."""
-    return state.namespaces.page(after, limit)
+    return state.namespaces.page(after, limit, who)

@@ -7,14 +7,19 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Path, Response
 
 from kvstrata import api
+from kvstrata.errors import Missing
+from kvstrata_server.auth import identity_of
+from kvstrata_server.cluster import keys_of
 from kvstrata_server.examples import example
 from kvstrata_server.plane import ControlState, state_of
 from kvstrata_server.problems import responses
+from kvstrata_server.roles import Identity
 from kvstrata_server.routes.paging import After, Limit
 
 router = APIRouter(prefix="/v1/transfers", tags=["transfers"])
 
 State = Annotated[ControlState, Depends(state_of)]
+Who = Annotated[Identity, Depends(identity_of)]
 TransferId = Annotated[str, Path(max_length=64)]
 
 
@@ -31,6 +36,7 @@ async def create_transfer(
     request: api.TransferRequest,
     response: Response,
     state: State,
+    who: Who,
     idempotency_key: Annotated[
         str | None,
         Header(
@@ -42,6 +48,10 @@ async def create_transfer(
 ) -> api.TransferInfo:
     """Ask a node to fetch chunks from others. The answer is the transfer, accepted and kept; read
     it again for its outcome per key. Keys that nobody holds are outcomes, not errors."""
+    if who.tenants is not None:
+        state.namespaces.require_visible(keys_of(request.keys), who)
+        # What others named their requests is none of theirs to find out.
+        idempotency_key = idempotency_key and f"{who.name}:{idempotency_key}"[:255]
     transfer = await state.transfers.create(request, idempotency_key)
     if transfer.state is api.TransferState.PLANNED:
         response.status_code = 200
@@ -57,12 +67,21 @@ async def list_transfers(state: State, after: After = None, limit: Limit = 100) 
 
 
 @router.get("/{transfer_id}", responses=responses(404))
-async def get_transfer(transfer_id: TransferId, state: State) -> api.TransferInfo:
+async def get_transfer(transfer_id: TransferId, state: State, who: Who) -> api.TransferInfo:
     """State, and the outcome per key."""
-    return await state.transfers.get(transfer_id)
+    return await _seen(transfer_id, state, who)
 
 
 @router.delete("/{transfer_id}", responses=responses(404, 503))
-async def cancel_transfer(transfer_id: TransferId, state: State) -> api.TransferInfo:
+async def cancel_transfer(transfer_id: TransferId, state: State, who: Who) -> api.TransferInfo:
     """Cancel it. One that has ended stays as it is."""
+    await _seen(transfer_id, state, who)
     return await state.transfers.cancel(transfer_id)
+
+
+async def _seen(transfer_id: str, state: ControlState, who: Identity) -> api.TransferInfo:
+    """Raises `Missing` for what other tenants move, as if it weren't there."""
+    transfer = await state.transfers.get(transfer_id)
+    if not state.namespaces.are_visible(keys_of([k.key for k in transfer.keys]), who):
+        raise Missing(f"no transfer {transfer_id!r}, or it ended too long ago")
+    return transfer

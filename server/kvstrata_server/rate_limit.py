@@ -1,0 +1,56 @@
+"""How often somebody may ask: a token bucket each, so that one client can't starve the others."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["RateLimit"]
+
+_MOST_CLIENTS = 10_000
+
+
+@dataclass(slots=True)
+class _Bucket:
+    left: float
+    filled: float
+
+
+class RateLimit:
+    """`rate` requests a second and client on average, `burst` at once; a rate of 0: no limit.
+
+    Clients beyond the 10,000 heard from last start anew.
+    """
+
+    def __init__(self, rate: float, burst: float, clock: Callable[[], float]) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._clock = clock
+        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+
+    def wait(self, client: str) -> float:
+        """Count a request: 0 if it may go on, else the seconds after which it may."""
+        if self._rate <= 0:
+            return 0.0
+        bucket = self._filled(client)
+        if bucket.left >= 1:
+            bucket.left -= 1
+            return 0.0
+        return (1 - bucket.left) / self._rate
+
+    def would_wait(self, client: str) -> float:
+        """The same, and nothing is counted."""
+        if self._rate <= 0 or client not in self._buckets:
+            return 0.0
+        return max(0.0, (1 - self._filled(client).left) / self._rate)
+
+    def _filled(self, client: str) -> _Bucket:
+        now = self._clock()
+        bucket = self._buckets.setdefault(client, _Bucket(self._burst, now))
+        self._buckets.move_to_end(client)
+        while len(self._buckets) > _MOST_CLIENTS:
+            self._buckets.popitem(last=False)
+        bucket.left = min(self._burst, bucket.left + (now - bucket.filled) * self._rate)
+        bucket.filled = now
+        return bucket

@@ -1,0 +1,29 @@
+"""Who changed what."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query
+
+from kvstrata import api
+from kvstrata_server.audit import page
+from kvstrata_server.plane import ControlState, state_of
+from kvstrata_server.problems import responses
+from kvstrata_server.routes.paging import Limit
+
+router = APIRouter(prefix="/v1/audit", tags=["audit"])
+
+State = Annotated[ControlState, Depends(state_of)]
+
+
+@router.get("", responses=responses())
+async def list_audit(
+    state: State,
+    after: Annotated[
+        int, Query(ge=0, le=(1 << 63) - 1, description="Cursor: `next` of the page before")
+    ] = 0,
+    limit: Limit = 100,
+) -> api.AuditList:
+    """Acts that changed state, oldest first: who, from where, what, and how it was answered."""
+    return await page(state.database, after, limit)
