@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvstrata_adapters.engines.vllm.faults import FaultLine, fault_path, report_
 from kvstrata_adapters.engines.vllm.naming import Naming
 from kvstrata_adapters.engines.vllm.options import parse_options
 from kvstrata_adapters.engines.vllm.revision import SAMPLE_BYTES, folder_revision
-from kvstrata_adapters.engines.vllm.slots import SlotPool
+from kvstrata_adapters.engines.vllm.slots import Shortage, SlotPool
 
 
 def make_namespace(*unit_bytes: int) -> Namespace:
@@ -198,3 +199,56 @@ def test_slots_are_held_by_size_and_asked_for_by_one_group() -> None:
     pool.need(8192, 30)  # beyond the bound, but only once
     assert pool.wanted()[1] == 30
     assert pool.wanted()[1] == 2
+
+
+# ---------------------------------------------------------------- stores that lack slots
+
+NEED = Counter({4096: 3})
+
+
+def asking(pool: SlotPool, *slots: int) -> None:
+    """The node is asked, and answers with these slots."""
+    pool.asked()
+    pool.answered()
+    pool.add(0, slots)
+
+
+def test_a_store_waits_for_the_answer_to_its_own_question() -> None:
+    pool = SlotPool(make_namespace(4096), most=10)
+    pool.asked()  # before there was a shortage
+    shortage = Shortage(pool, now=100.0)
+    assert shortage.waits(NEED, 100.0)
+    pool.answered()
+    assert shortage.waits(NEED, 101.0)
+    asking(pool, 0, 4096)
+    assert pool.lacks(NEED)
+    assert not shortage.waits(NEED, 101.0)  # the node has no more than two
+
+
+def test_a_store_without_any_slot_asks_three_times() -> None:
+    pool = SlotPool(make_namespace(4096), most=10)
+    shortage = Shortage(pool, now=0.0)
+    told = []
+    for _ in range(4):
+        told.append(shortage.waits(NEED, 0.0))
+        asking(pool)
+    assert told == [True, True, True, False]
+
+
+def test_no_store_waits_for_longer_than_its_patience() -> None:
+    pool = SlotPool(make_namespace(4096), most=10)
+    shortage = Shortage(pool, now=0.0)
+    assert shortage.waits(NEED, 4.9)
+    assert not shortage.waits(NEED, 5.0)
+
+
+def test_what_a_lost_session_owed_counts_as_answered() -> None:
+    pool = SlotPool(make_namespace(4096), most=10)
+    pool.add(0, [0])
+    shortage = Shortage(pool, now=0.0)
+    pool.asked()
+    pool.clear()
+    assert pool.free(4096) == 0
+    assert shortage.waits(NEED, 0.0)  # one of the three: nothing came of it
+    asking(pool, 0, 4096, 8192)
+    assert not pool.lacks(NEED)

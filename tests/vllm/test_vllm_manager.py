@@ -47,6 +47,9 @@ class Engine:
         self.link = NodeLink(node.connect(), node.connect, clock)
         self.manager = KVStrataManager(self.link, namespace, self.faults, 10.0, 64, clock)
 
+    def slots_held(self) -> int:
+        return self.manager._pool.free(CHUNK)
+
     def step(self) -> None:
         self.manager.on_schedule_end(END)
 
@@ -321,13 +324,110 @@ def test_without_enough_slots_a_store_is_put_off_once_then_made_in_part(
     assert out is not None
     assert out.keys_to_store == keys(*range(20))
 
-    node.room = False
+    # The node has 32 slots, and the 20 are not given back.
     request = context("b", *range(100, 150))
     assert engine.manager.prepare_store(keys(*range(100, 150)), request) is None
     engine.step()
     out = engine.manager.prepare_store(keys(*range(100, 150)), request)
     assert out is not None
-    assert out.keys_to_store == keys(*range(100, 100 + len(out.keys_to_store)))
+    assert out.keys_to_store == keys(*range(100, 112))
+
+
+def test_a_store_waits_for_a_node_that_is_slow_to_grant_slots(
+    engine: Engine, node: FakeNode, clock: Clock
+) -> None:
+    many = range(20)
+    request = context("a", *many)
+    node.lagging = True
+    for _ in range(40):  # steps of an engine whose node is kept from running for two seconds
+        assert engine.manager.prepare_store(keys(*many), request) is None
+        engine.step()
+        clock.now += 0.05
+    node.work()
+    node.lagging = False
+    engine.step()
+    assert engine.store(request, *many) == keys(*many)
+    assert node.host.usage().chunks == 20
+
+
+def test_a_store_that_has_waited_long_enough_is_made_with_what_there_is(
+    engine: Engine, node: FakeNode, clock: Clock
+) -> None:
+    many = range(20)
+    request = context("a", *many)
+    node.lagging = True
+    assert engine.manager.prepare_store(keys(*many), request) is None
+    clock.now += 5.0
+    out = engine.manager.prepare_store(keys(*many), request)
+    assert out is not None
+    assert out.keys_to_store == keys(*range(8))  # what was granted ahead
+
+
+def test_a_full_node_is_asked_a_few_times_and_then_nothing_is_stored(
+    engine: Engine, node: FakeNode, clock: Clock
+) -> None:
+    engine.store(context("a", *range(8)), *range(8))
+    node.room = False
+    many = range(100, 150)
+    while engine.slots_held():
+        engine.store(context("b", many[0]), many[0])
+        many = many[1:]
+    request, puts_off = context("c", *many), 0
+    node.steps.clear()
+    while (out := engine.manager.prepare_store(keys(*many), request)) is None:
+        puts_off += 1
+        engine.step()
+        clock.now += 0.05
+        assert puts_off < 10
+    assert out.keys_to_store == []
+    assert puts_off == 3
+    assert len([step for step in node.steps if step.credits]) <= 4
+
+
+def test_a_store_waits_for_the_welcome_of_a_node_that_came_back(
+    engine: Engine, node: FakeNode, clock: Clock
+) -> None:
+    engine.store(context("a", 1), 1)
+    node.die()
+    engine.step()
+    gone = context("b", 3)
+    out = engine.manager.prepare_store(keys(3), gone)
+    assert out is not None  # nobody is there: not worth waiting
+    assert out.keys_to_store == []
+
+    node.start()
+    node.welcoming = False
+    clock.now += 1
+    engine.step()
+    assert not engine.link.up
+    request = context("c", *range(20))
+    assert engine.look(request, 0) == [MISS]
+    for _ in range(5):
+        assert engine.manager.prepare_store(keys(*range(20)), request) is None
+        engine.step()
+    node.welcoming = True
+    node.lagging = True
+    for _ in range(5):
+        engine.step()
+        assert engine.link.up
+        assert engine.manager.prepare_store(keys(*range(20)), request) is None
+    node.work()
+    node.lagging = False
+    engine.step()
+    assert engine.store(request, *range(20)) == keys(*range(20))
+
+
+def test_a_node_that_came_back_is_asked_for_slots_in_the_step_that_finds_it(
+    engine: Engine, node: FakeNode, clock: Clock
+) -> None:
+    node.die()
+    engine.step()
+    node.start()
+    clock.now += 1
+    node.steps.clear()
+    engine.step()
+    assert engine.link.up
+    assert node.steps[0].credits
 
 
 @pytest.fixture

@@ -42,7 +42,8 @@ class Clock:
 
 
 class FakeNode:
-    """`lagging`: messages wait until `work`. `tier`: chunks that a secondary tier has."""
+    """`lagging`: messages wait until `work`. `welcoming`: whether new clients get an answer.
+    `tier`: chunks that a secondary tier has."""
 
     def __init__(self, clock: Clock, chunks: int, namespace: Namespace = NAMESPACE) -> None:
         self.namespace = namespace
@@ -50,6 +51,7 @@ class FakeNode:
         self.lagging = False
         self.alive = False
         self.room = True
+        self.welcoming = True
         self.refuse: str | None = None
         self.steps: list[wire.Step] = []
         self._clock = clock
@@ -182,7 +184,7 @@ class FakeClient:
 
     def poll_welcome(self) -> bool:
         self._check()
-        return True
+        return self._node.welcoming
 
     def new_lease(self) -> int:
         self._lease += 1

@@ -117,6 +117,11 @@ class NodeLink:
         return self._client is not None
 
     @property
+    def opening(self) -> bool:
+        """Whether a node has been found and its welcome is on its way."""
+        return self._opening is not None
+
+    @property
     def welcome(self) -> wire.Welcome:
         """Of the session that stands. Raises `LinkBroken` if none does."""
         if self._client is None:

@@ -20,7 +20,7 @@ from kvstrata import wire
 from kvstrata.keys import GROUP_BYTES
 from kvstrata_adapters.engines.vllm.link import Answered, NodeLink
 from kvstrata_adapters.engines.vllm.naming import Naming
-from kvstrata_adapters.engines.vllm.slots import SlotPool
+from kvstrata_adapters.engines.vllm.slots import Shortage, SlotPool
 
 __all__ = ["Load", "Lookups", "RequestChunks"]
 
@@ -72,8 +72,8 @@ class RequestChunks:
     """Tokens the device has already: chunks up to there are not asked for."""
     expected: dict[int, int] = field(default_factory=dict)
     """By chunk size: chunks that will probably be offered for storing."""
-    short: bool = False
-    """A store was put off once for want of slots."""
+    shortage: Shortage | None = None
+    """Its store is being put off for want of slots."""
     load: Load | None = None
     finished: bool = False
 

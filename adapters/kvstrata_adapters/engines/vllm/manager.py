@@ -38,7 +38,7 @@ from kvstrata_adapters.engines.vllm.link import Answered, Lost, NodeLink, Restor
 from kvstrata_adapters.engines.vllm.lookups import Load, Lookups, RequestChunks
 from kvstrata_adapters.engines.vllm.naming import Naming
 from kvstrata_adapters.engines.vllm.pages import ChunkSpec
-from kvstrata_adapters.engines.vllm.slots import SlotPool
+from kvstrata_adapters.engines.vllm.slots import Shortage, SlotPool
 
 __all__ = ["KVStrataManager"]
 
@@ -150,18 +150,16 @@ class KVStrataManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        if not self._link.up:
-            return PrepareStoreOutput([], LoadStoreSpec(), [])
         request = self._lookups.of(req_context)
+        if not (self._link.up or self._link.opening):
+            request.shortage = None
+            return PrepareStoreOutput([], LoadStoreSpec(), [])
         fresh = [k for k in keys if k not in self._writing and not self._lookups.is_known(k)]
         need = Counter(self._naming.size(key) for key in fresh)
-        if self._are_states(keys):
-            pass  # offered once: what there is no slot for now is not stored
-        elif not request.short and any(n > self._pool.free(size) for size, n in need.items()):
-            self._put_off(request, need)
-            return None
-        else:
-            request.short = False
+        if not self._are_states(keys) and self._puts_off(request, need):
+            return None  # vLLM offers the chunks again in its next step
+        if not self._link.up:
+            return PrepareStoreOutput([], LoadStoreSpec(), [])
         for size, n in need.items():
             self._lookups.expect(request, size, -n)
         chosen: list[OffloadKey] = []
@@ -183,13 +181,22 @@ class KVStrataManager(OffloadingManager):
     def _are_states(self, keys: Collection[OffloadKey]) -> bool:
         return all(key[-GROUP_BYTES:] in self._state_groups for key in keys)
 
-    def _put_off(self, request: RequestChunks, need: Counter[int]) -> None:
-        """Ask for the slots now: vLLM offers the chunks again in its next step."""
-        request.short = True
+    def _puts_off(self, request: RequestChunks, need: Counter[int]) -> bool:
+        """Whether to wait for slots, which are then asked for."""
+        if not self._pool.lacks(need):
+            request.shortage = None
+            return False
+        now, first = self._clock(), request.shortage is None
+        shortage = request.shortage = request.shortage or Shortage(self._pool, now)
+        if not shortage.waits(need, now):
+            request.shortage = None
+            return False
         for size, n in need.items():
             self._pool.need(size, n)
-        self._credits_asked = float("-inf")
-        self._pump()
+        if first:
+            self._credits_asked = float("-inf")
+            self._pump()
+        return True
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
@@ -245,14 +252,17 @@ class KVStrataManager(OffloadingManager):
 
     def _pump(self) -> None:
         """Send what is to be said, act on what has been."""
-        now = self._clock()
-        rest = now >= self._credits_asked + _CREDIT_PAUSE
+        rest = self._clock() >= self._credits_asked + _CREDIT_PAUSE
         if self._link.up and (self._link.draft or rest) and (wanted := self._pool.wanted()):
-            self._credits_asked = now
-            self._link.draft.credits.update(wanted)
+            self._ask_for_slots(wanted)
         self._unsaid.clear()
         self._link.flush()
         self._hear()
+
+    def _ask_for_slots(self, wanted: dict[int, int]) -> None:
+        self._credits_asked = self._clock()
+        self._pool.asked()
+        self._link.draft.credits.update(wanted)
 
     def _hear(self) -> None:
         for event in self._link.receive():
@@ -265,7 +275,9 @@ class KVStrataManager(OffloadingManager):
             elif isinstance(event, Lost):
                 self._on_lost(event)
             elif isinstance(event, Restored):
-                self._credits_asked = float("-inf")
+                # At once: stores may wait for it.
+                self._ask_for_slots(self._pool.wanted())
+                self._link.flush()
 
     def _on_reply(self, event: Answered) -> None:
         step, reply = event.step, event.reply
@@ -276,6 +288,8 @@ class KVStrataManager(OffloadingManager):
             if used < 0:
                 _log.error("slot %d is not this engine's: its chunk is not stored", use.offset)
                 self._writing.pop(self._naming.theirs(use.key), None)
+        if step.credits:
+            self._pool.answered()
         for credit in reply.credits:
             self._pool.add(credit.group, credit.offsets)
         self._lookups.on_reply(event)
