@@ -10,7 +10,13 @@ from typing import Any
 from pydantic import BaseModel, ByteSize
 from pydantic_core import PydanticUndefined
 
-from kvstrata.config import NodeSettings, ServerSettings, TierSettings, parse_seconds
+from kvstrata.config import (
+    EventSettings,
+    NodeSettings,
+    ServerSettings,
+    TierSettings,
+    parse_seconds,
+)
 from kvstrata.tiers.fs_options import FsOptions
 
 HEAD = """\
@@ -52,6 +58,8 @@ def document() -> str:
         parts.append(f"## `kvstrata {command}`\n\n{_text(schema)}\n")
         parts.append(f"File table `[{command}]`, environment `{prefix}...`.\n")
         parts += [*_table(schema), ""]
+    parts.append(f"## KV events: `[[node.events]]`\n\n{_text(EventSettings)}\n")
+    parts += [*_table(EventSettings), ""]
     parts.append(f"## Tiers\n\n{_text(TierSettings)}\n")
     parts.append("### `fs`\n\nA file system, local or shared by several nodes.\n")
     parts += _table(FsOptions)

@@ -250,6 +250,10 @@ class Client:
         """The bytes of these keys are complete; per key whether the chunk is readable now."""
         return self._step(wire.Step(0, commits=list(keys))).committed
 
+    def tell(self, tells: Sequence[wire.Told]) -> None:
+        """Say what chunks are, before or after they are stored, for the node's KV events."""
+        self._step(wire.Step(0, tells=list(tells)))
+
     def abort(self, keys: Sequence[Key]) -> None:
         """Give reserved slots back. When it returns the node has done so."""
         self._step(wire.Step(0, aborts=list(keys)))

@@ -43,6 +43,7 @@ __all__ = [
     "StepReply",
     "TierStatus",
     "ToNode",
+    "Told",
     "Use",
     "Welcome",
     "decode_from_node",
@@ -52,6 +53,7 @@ __all__ = [
 
 PROTOCOL = 1
 MAX_KEYS = 65_536
+MAX_BLOCKS = 65_536
 
 
 class State(enum.IntEnum):
@@ -103,6 +105,22 @@ class Use(_Message, frozen=True, array_like=True):
     key: bytes
 
 
+class Told(_Message, frozen=True, array_like=True):
+    """What a chunk is in the engine's own terms, for whoever routes requests by KV events.
+
+    `blocks` are the low 64 bits of the hashes of its blocks in order, `parent` those of the block
+    before the first (None: the chunk begins the sequence), `tokens` the token ids as little-endian
+    u32, as many in each block. `lora` and `salt` went into the hashes beside them.
+    """
+
+    key: bytes
+    blocks: list[int]
+    tokens: bytes
+    parent: int | None = None
+    lora: str = ""
+    salt: str = ""
+
+
 class Step(_Message, frozen=True, array_like=True, tag="step"):
     """One batch of everything, `MAX_KEYS` keys and as many leases at most. Empty parts cost a
     byte each.
@@ -117,6 +135,8 @@ class Step(_Message, frozen=True, array_like=True, tag="step"):
     - `lookups`: see `Lookup`.
     - `reserves`: keys to make room for now (an engine without credits).
     - `credits`: by group, how many free slots this session wants to hold granted.
+    - `tells`: what chunks are, at any time; handled before the rest. Optional: a node that
+      publishes no events forgets it.
     """
 
     seq: int
@@ -130,6 +150,7 @@ class Step(_Message, frozen=True, array_like=True, tag="step"):
     lookups: list[Lookup] = []
     reserves: list[bytes] = []
     credits: dict[int, int] = {}
+    tells: list[Told] = []
 
 
 class Status(_Message, frozen=True, array_like=True, tag="status"):

@@ -259,6 +259,7 @@ class EnginePort:
 
     def _step(self, session: Session, step: wire.Step) -> wire.StepReply:
         self._check(session, step)
+        self._store.placements.told(step.tells)
         host, owner, ttl = self._store.host, session.owner, self._store.settings.lease_ttl
         for lease in step.releases:
             self._store.abandon(owner, lease)
@@ -292,6 +293,7 @@ class EnginePort:
         batches += [keys for _, keys in (*step.begin, *step.end)]
         batches += [lookup.keys for lookup in step.lookups]
         batches.append([use.key for use in step.uses])
+        batches.append([told.key for told in step.tells])
         total = 0
         for batch in batches:
             total += len(batch)
@@ -302,6 +304,7 @@ class EnginePort:
                     )
         if total > wire.MAX_KEYS:
             raise Malformed(f"a step names at most {wire.MAX_KEYS} keys, this one {total}")
+        _check_tells(step.tells)
         granted = self._store.host.granted(session.owner)
         for use in step.uses:
             nbytes = session.prefixes[use.key[:_PREFIX_BYTES]]
@@ -392,6 +395,22 @@ class EnginePort:
 
 def _internal(seq: int, error: Exception) -> wire.Failure:
     return wire.Failure(seq, KVStrataError.code, f"internal error of the node: {error!r}"[:2000])
+
+
+def _check_tells(tells: Sequence[wire.Told]) -> None:
+    for told in tells:
+        blocks = len(told.blocks)
+        if not 1 <= blocks <= wire.MAX_BLOCKS:
+            raise Malformed(f"a chunk is told of with 1 to {wire.MAX_BLOCKS} blocks, not {blocks}")
+        if not told.tokens or len(told.tokens) % (4 * blocks):
+            raise Malformed(
+                f"{len(told.tokens)} bytes are not the tokens, 4 bytes each, of {blocks} blocks"
+            )
+        hashes = [*told.blocks, 0 if told.parent is None else told.parent]
+        if min(hashes) < 0 or max(hashes) >= 1 << 64:
+            raise Malformed("blocks are told of by 64 bits of their hashes")
+        if max(len(told.lora), len(told.salt)) > _MAX_NAME:
+            raise Malformed(f"a LoRA or salt has at most {_MAX_NAME} characters")
 
 
 def _keys(raw: Sequence[bytes]) -> list[Key]:

@@ -26,6 +26,7 @@ from kvstrata.config import NodeSettings, TierSettings
 from kvstrata.errors import ConfigError
 from kvstrata.keys import Key, Namespace
 from kvstrata.node.engine_port import EnginePort
+from kvstrata.node.events import EventPublisher
 from kvstrata.node.grants import Grants
 from kvstrata.node.namespaces import Namespaces
 from kvstrata.node.peer_port import PeerPort
@@ -72,6 +73,7 @@ class Node:
         self._links: PeerLinks | None = None
         self._peers: PeerPort | None = None
         self._transports: list[Transport] = []
+        self.events: list[EventPublisher] = []
 
     @classmethod
     async def start(cls, settings: NodeSettings) -> Node:
@@ -111,11 +113,15 @@ class Node:
         self.region = region
         self.store = Store(region.view, host, self.namespaces, self._clock)
         self.store.placements.enabled = bool(settings.control.url)
+        await self._open_events()
         self._stack.push_async_callback(self.store.close)
         self.grants = Grants(self.store, settings.peers.lease_ttl)
         await self._open_peers()
         await self._open_tiers()
         self._stack.push_async_callback(self.supervisor.stop)
+        for n, publisher in enumerate(self.events):
+            self.supervisor.start(f"events {n}", publisher.run)
+            self.supervisor.start(f"event replays {n}", publisher.serve_replays)
         self._stack.push_async_callback(self.store.quiesce)
         self.engines = EnginePort(socket, self.store, self._welcome, self.status)
         self._stack.push_async_callback(self.engines.close)
@@ -129,6 +135,15 @@ class Node:
         self._stack.push_async_callback(self._drain)
         if settings.control.url:
             await self._open_reporter()
+
+    async def _open_events(self) -> None:
+        """First of all that stores: publishers hear of everything from the beginning."""
+        for settings in self.settings.events:
+            publisher = EventPublisher(settings, self.namespaces.get)
+            self._stack.push_async_callback(publisher.close)
+            await publisher.start()
+            self.events.append(publisher)
+        self.store.placements.watchers.extend(self.events)
 
     async def _open_peers(self) -> None:
         peers = self.settings.peers
@@ -255,6 +270,9 @@ class Node:
         loops = [self.supervisor] + ([self._peers.loops] if self._peers is not None else [])
         counters["restarts"] = sum(loop.restarts for loop in loops)
         counters["lent"] = self.grants.lent
+        for publisher in self.events:
+            for name, n in publisher.status.items():
+                counters[f"events_{name}"] = counters.get(f"events_{name}", 0) + n
         if self._links is not None:
             counters |= {"pulled": self.pulls.chunks, "pulled_bytes": self.pulls.bytes}
             counters |= {f"peer_{name}": n for name, n in self._links.counters.items()}
@@ -266,6 +284,10 @@ class Node:
         states = {}
         if self._peers is not None:
             states["peer port"] = f"listening at {self._peers.address}"
+        for n, publisher in enumerate(self.events):
+            states[f"events {n} at"] = " ".join(
+                filter(None, (publisher.address, publisher.replay_address))
+            )
         if self._links is not None:
             states |= {f"peer {a}": reason for a, reason in self._links.reasons.items()}
         if self.settings.control.url:
