@@ -39,6 +39,7 @@ __all__ = [
     "NodeState",
     "Outcome",
     "Problem",
+    "PrefetchRequest",
     "Progress",
     "ProgressReply",
     "RegistrationReply",
@@ -332,6 +333,7 @@ class TransferRequest(_Request):
 
     `source` is a node id or `any`. `deadline` is seconds from now. `hold` is how long the target
     keeps the chunks leased after they arrived, so that the request that needs them finds them.
+    `source` may also be `own`: the target promotes from its own tiers, and asks no other node.
     `byte_budget` is the most bytes to move: keys past it end as `no_room`. Of two transfers to
     one node the one of higher `priority` is handed out first. Repeated keys count once.
     """
@@ -339,6 +341,21 @@ class TransferRequest(_Request):
     target: Name
     keys: Annotated[list[HexKey], Field(min_length=1, max_length=MAX_KEYS)]
     source: Name = "any"
+    priority: Annotated[int, Field(ge=0, le=9)] = 5
+    deadline: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    hold: Annotated[float, Field(ge=0, le=3600)] = 60.0
+    byte_budget: Annotated[int, Field(gt=0)] | None = None
+    dry_run: bool = False
+
+
+class PrefetchRequest(_Request):
+    """POST /v1/prefetches: a transfer from a node's own tiers into its host memory.
+
+    `hold` is how long the chunks stay leased there; the rest is as in `TransferRequest`.
+    """
+
+    node: Name
+    keys: Annotated[list[HexKey], Field(min_length=1, max_length=MAX_KEYS)]
     priority: Annotated[int, Field(ge=0, le=9)] = 5
     deadline: Annotated[float, Field(gt=0, le=3600)] = 60.0
     hold: Annotated[float, Field(ge=0, le=3600)] = 60.0

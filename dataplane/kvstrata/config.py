@@ -343,6 +343,10 @@ class ServerSettings(_Settings):
     """A node silent for longer is no longer offered."""
     transfer_retention: Seconds = 86400.0
     """How long ended transfers can be read."""
+    transfers_per_node: Annotated[int, Field(ge=1)] = 8
+    """Most transfers under way to one node; the others wait for their turn."""
+    transfers_per_link: Annotated[int, Field(ge=1)] = 4
+    """And of those, most from one and the same node."""
     rate_limit: Annotated[float, Field(ge=0)] = 0.0
     """Requests a second that one token may make on average, twice as many at once; 0: no limit."""
     audit_retention: Seconds = 90 * 86400.0

@@ -26,7 +26,7 @@ from kvstrata_server.body_limit import BodyLimit
 from kvstrata_server.clock import Clock, steady_clock
 from kvstrata_server.metrics import Timing
 from kvstrata_server.plane import ControlState
-from kvstrata_server.routes import audit, health, nodes, placements, transfers
+from kvstrata_server.routes import audit, health, nodes, placements, prefetches, transfers
 
 __all__ = ["create_app", "main"]
 
@@ -64,7 +64,7 @@ def create_app(settings: ServerSettings, clock: Clock | None = None) -> FastAPI:
     app.state.control = state
     app.openapi = lambda: openapi.document(app)  # type: ignore[method-assign]
     problems.install(app)
-    for module in (nodes, placements, transfers, audit, health):
+    for module in (nodes, placements, transfers, prefetches, audit, health):
         app.include_router(module.router)
 
     # The last one added is asked first.

@@ -39,6 +39,10 @@ from kvstrata_server.writes import PutNode, SetSeq, Write
 __all__ = ["Cluster", "Node", "keys_of"]
 
 
+RESERVED = frozenset({"any", "own"})
+"""Sources of transfers that are no single node."""
+
+
 @dataclass(slots=True)
 class Node:
     """One node as last registered. `last_seen` is None until it speaks to this process."""
@@ -148,6 +152,8 @@ class Cluster:
         stores = {store.id: store.tier for store in asked.stores}
         if HOST in stores or len(stores) != len(asked.stores):
             raise Malformed(f"stores must have distinct ids, and {HOST!r} is not one")
+        if asked.id in RESERVED:
+            raise Malformed(f"a node can't be named {asked.id!r}: transfers mean others by it")
         self._writer.require_room()
         voided: list[Write] = []
         node = self.nodes.get(asked.id)

@@ -89,6 +89,20 @@ EXAMPLES: dict[str, tuple[BaseModel | None, BaseModel]] = {
             },
         ),
     ),
+    "create_prefetch": (
+        api.PrefetchRequest(node="gpu-07", keys=_KEYS, deadline=10, hold=30),
+        api.TransferInfo(
+            id="01a2281c1f70-5be1a4c07d1f93aa",
+            state=api.TransferState.QUEUED,
+            source="own",
+            target="gpu-07",
+            priority=5,
+            created=1795969261.0,
+            deadline=1795969271.0,
+            counts={api.Outcome.PENDING: 2},
+            keys=[api.KeyOutcome(key=key, outcome=api.Outcome.PENDING) for key in _KEYS],
+        ),
+    ),
 }
 
 

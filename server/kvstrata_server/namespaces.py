@@ -47,6 +47,11 @@ class Namespaces:
         found = (self._known.get(digest) for digest in {key[:DIGEST_BYTES] for key in keys})
         return [namespace.document.decode() for namespace in found if namespace is not None]
 
+    def tenant(self, key: Key) -> str:
+        """Of this chunk; empty where its namespace has none, or isn't known."""
+        namespace = self._known.get(key[:DIGEST_BYTES])
+        return "" if namespace is None else namespace.tenant
+
     def chunk_bytes(self, key: Key) -> int:
         """Bytes of this chunk; 0 if its namespace or group isn't known."""
         digest, group, _ = split_key(key)

@@ -26,6 +26,7 @@ from kvstrata_server.places import Places
 from kvstrata_server.rate_limit import RateLimit
 from kvstrata_server.tokens import Tokens
 from kvstrata_server.transfers import Scheduler
+from kvstrata_server.turns import Turns
 from kvstrata_server.writer import Writer
 
 __all__ = ["ControlState", "state_of"]
@@ -68,6 +69,7 @@ class ControlState:
             self.metrics,
             clock,
             settings.transfer_retention,
+            Turns(settings.transfers_per_node, settings.transfers_per_link),
         )
         self.ready = False
         self._tasks = Supervisor()

@@ -13,9 +13,11 @@ from kvstrata.keys import Key, split_key
 from kvstrata_server.cluster import Cluster, Node
 from kvstrata_server.index import HOST
 
-__all__ = ["ANY", "Expected", "Plan", "hints", "plan"]
+__all__ = ["ANY", "OWN", "Expected", "Plan", "hints", "plan"]
 
 ANY = "any"
+OWN = "own"
+"""No other node: the target promotes from its own tiers."""
 _MAX_SOURCES = 16
 
 
@@ -44,10 +46,13 @@ def plan(
 ) -> Plan:
     """Sources that are up and can be reached, by how much they hold, host memory first.
 
-    A named source stays the only one, whether the index believes it holds anything or not.
+    `OWN` has none. A named source stays the only one, whether the index believes it holds anything
+    or not.
     """
     if source == ANY:
         candidates = [n for n in cluster.up() if n is not target and n.peer_address]
+    elif source == OWN:
+        candidates = []
     else:
         candidates = [cluster.nodes[source]]
     holders = cluster.index.holders(keys)

@@ -80,6 +80,7 @@ _NEEDS = {
     "lookup_placements": Needs(Role.READ, by_tenant=True),
     "list_namespaces": Needs(Role.READ, by_tenant=True),
     "create_transfer": Needs(Role.ORCHESTRATE, by_tenant=True, audited=True),
+    "create_prefetch": Needs(Role.ORCHESTRATE, by_tenant=True, audited=True),
     "get_transfer": Needs(Role.READ, by_tenant=True),
     "cancel_transfer": Needs(Role.ORCHESTRATE, by_tenant=True, audited=True),
     "list_audit": Needs(Role.ADMIN),

@@ -16,7 +16,8 @@ The target executes. It polls for commands, pulls from the sources named, and po
     any other         anything                                     unchanged
 
 Keys without an outcome end as `failed` after final progress, else as `cancelled`. A target that
-falls silent says nothing, so the deadline is what ends every transfer.
+falls silent says nothing, so the deadline is what ends every transfer. Whose turn it is to be
+handed out, and how many at once, is `turns`'.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ from kvstrata_server.clock import Clock
 from kvstrata_server.cluster import Cluster, Node, keys_of
 from kvstrata_server.database import Database
 from kvstrata_server.metrics import Metrics
-from kvstrata_server.planning import ANY, hints, plan
+from kvstrata_server.planning import ANY, OWN, Plan, hints, plan
 from kvstrata_server.problems import Conflict
 from kvstrata_server.transfer import Transfer
+from kvstrata_server.turns import Turn, Turns
 from kvstrata_server.writer import Writer
 from kvstrata_server.writes import ForgetTransfers
 
@@ -50,6 +52,8 @@ _COMMIT_TIMEOUT = 10.0
 # A command whose answer got lost is offered again after this; one that was taken is not.
 _REDELIVERY = 5.0
 _CANCEL_TTL = 300.0
+# Planning takes about a millisecond for a thousand keys, and most that wait will wait on.
+_PLANS_PER_POLL = 32
 
 
 @dataclass(slots=True)
@@ -84,6 +88,7 @@ class Scheduler:
         metrics: Metrics,
         clock: Clock,
         retention: float,
+        turns: Turns,
     ) -> None:
         self._cluster = cluster
         self._database = database
@@ -91,6 +96,7 @@ class Scheduler:
         self._metrics = metrics
         self._clock = clock
         self._retention = retention
+        self._turns = turns
         self._active: dict[str, Transfer] = {}
         self._active_keys = 0
         self._ended: dict[str, tuple[Transfer, int]] = {}
@@ -151,7 +157,7 @@ class Scheduler:
         self, asked: api.TransferRequest, idempotency_key: str | None, digest: bytes
     ) -> Transfer:
         target = self._cluster.require(asked.target)
-        if asked.source != ANY and not self._cluster.require(asked.source).peer_address:
+        if asked.source not in (ANY, OWN) and not self._cluster.require(asked.source).peer_address:
             raise Malformed(
                 f"node {asked.source!r} serves no peers: set `peers.listen` there, or ask for "
                 f"source {ANY!r}"
@@ -260,27 +266,48 @@ class Scheduler:
             elif cancel.offered is None or now - cancel.offered >= _REDELIVERY:
                 cancel.offered = now
                 commands.append(api.Command(kind="cancel", transfer=transfer_id))
-        room = api.MAX_KEYS
-        for transfer in sorted(
-            mailbox.transfers.values(), key=lambda t: (-t.priority, t.created, t.id)
-        ):
-            if transfer.is_due(node.incarnation, now, _REDELIVERY) and room > 0:
+        room, plans = api.MAX_KEYS, _PLANS_PER_POLL
+        due = {
+            transfer.id: transfer
+            for transfer in mailbox.transfers.values()
+            if transfer.is_due(node.incarnation, now, _REDELIVERY)
+        }
+        for turn in self._turns.in_order([self._turn(transfer) for transfer in due.values()]):
+            transfer = due[turn.id]
+            known = transfer.offered is not None
+            if room <= 0 or plans <= 0 or not (known or self._turns.has_room(node.id)):
+                break
+            plans -= 1
+            planned = plan(
+                self._cluster, transfer.keys, node, transfer.source, transfer.byte_budget
+            )
+            best = planned.sources[0].id if planned.sources else ""
+            if self._turns.start(turn, best, node.id):
                 transfer.offer(node.incarnation, now)
                 room -= len(transfer.keys)
-                commands.append(self._pull_command(transfer, node, now))
+                commands.append(self._pull_command(transfer, planned, now))
         return commands
 
-    def _pull_command(self, transfer: Transfer, node: Node, now: float) -> api.Command:
-        sources = plan(
-            self._cluster, transfer.keys, node, transfer.source, transfer.byte_budget
-        ).sources
+    def _turn(self, transfer: Transfer) -> Turn:
+        namespaces = self._cluster.namespaces
+        return Turn(
+            transfer.id,
+            namespaces.tenant(transfer.keys[0]),
+            transfer.priority,
+            (transfer.created, transfer.id),
+            max(1, len(transfer.keys) * namespaces.chunk_bytes(transfer.keys[0])),
+        )
+
+    def _pull_command(self, transfer: Transfer, planned: Plan, now: float) -> api.Command:
         return api.Command(
             kind="pull",
             transfer=transfer.id,
             namespaces=self._cluster.namespaces.documents(transfer.keys),
             keys=[key.hex() for key in transfer.keys],
             sources=[
-                api.SourceRef(node=s.id, address=s.peer_address) for s in sources if s.peer_address
+                api.SourceRef(node=source.id, address=source.peer_address)
+                for source in planned.sources
+                if source.peer_address
             ],
             deadline_in=max(0.0, transfer.deadline - now),
             hold=transfer.hold,
@@ -361,13 +388,15 @@ class Scheduler:
         self._writer.put(transfer.update(positions))
         self._metrics.transfers.labels(state.value).inc()
         del self._active[transfer.id]
+        self._turns.end(transfer.id)
         self._active_keys -= len(transfer.keys)
         self._ended[transfer.id] = transfer, self._writer.position
         mailbox = self._mailbox(transfer.target)
         del mailbox.transfers[transfer.id]
         if not by_target and known_to_target:
             mailbox.cancels[transfer.id] = _Cancel(until=self._clock() + _CANCEL_TTL)
-            mailbox.wake.set()
+        # Another may have its turn now.
+        mailbox.wake.set()
 
     def _mailbox(self, node_id: str) -> _Mailbox:
         return self._mailboxes.setdefault(node_id, _Mailbox())
