@@ -18,13 +18,18 @@ needs_jax = pytest.mark.skipif(
 )
 
 
-def run_cases(name: str) -> None:
-    """The tests of a file beside this one, in another process. Fails with what it printed."""
+def run_cases(name: str, *folders: Path) -> str:
+    """The tests of a file beside this one, in another process; what that printed.
+
+    It fails with that. `folders`: of modules that the tests import besides.
+    """
     cases = Path(__file__).with_name(name)
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "4",
-        "PYTHONPATH": os.pathsep.join([str(cases.parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(cases.parent), *map(str, folders), os.environ.get("PYTHONPATH", "")]
+        ),
     }
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--durations=5"]
     done = subprocess.run(
@@ -37,3 +42,4 @@ def run_cases(name: str) -> None:
     )
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    return done.stdout

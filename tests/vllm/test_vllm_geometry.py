@@ -4,33 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
-    derive_canonical_mappings,
-)
+from geometry_kit import HEADS, LAYERS, OPTIONS, SIZE, TOKENS, Model
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-)
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef
 
 from kvstrata.errors import ConfigError
-from kvstrata_adapters.devices.base import Copy, as_bytes
+from kvstrata_adapters.devices.base import Copy
+from kvstrata_adapters.devices.choose import cache_rows, open_device
 from kvstrata_adapters.devices.cpu import CpuDevice
 from kvstrata_adapters.engines.vllm.geometry import (
     Geometry,
@@ -41,111 +30,13 @@ from kvstrata_adapters.engines.vllm.options import Options
 
 pytestmark = pytest.mark.vllm
 
-HEADS, TOKENS, SIZE, LAYERS, BLOCKS = 4, 8, 16, 3, 5
-OPTIONS = Options(revision="r1")
-
-
-class Model:
-    """One rank of a model with one group, as vLLM would register it."""
-
-    def __init__(
-        self,
-        tp: int = 1,
-        rank: int = 0,
-        *,
-        layout: str = "LBHNC",
-        spec: KVCacheSpec | None = None,
-        heads: int = HEADS,
-        pp: int = 1,
-        dcp: int = 1,
-        blocks_per_chunk: int = 1,
-        cache_dtype: str = "auto",
-        backend: str = "FLASH_ATTN",
-        isa: str = "vec",
-        folder: Path | None = None,
-        load_format: str = "auto",
-        algorithm: str = "sha256",
-    ) -> None:
-        local = max(1, heads // tp)
-        self.spec = spec or FullAttentionSpec(
-            block_size=TOKENS, num_kv_heads=local, head_size=SIZE, dtype=torch.float32
-        )
-        self.names = tuple(f"layers.{i}.attn" for i in range(LAYERS))
-        shape = (BLOCKS, local, TOKENS, 2 * SIZE)
-        if isinstance(self.spec, MLAAttentionSpec):
-            shape = (BLOCKS, 1, TOKENS, SIZE)
-        self.tensors = {name: torch.zeros(shape) for name in self.names}
-        if layout == "LBNHC":
-            self.tensors = {
-                name: torch.zeros((BLOCKS, TOKENS, local, 2 * SIZE)).transpose(1, 2)
-                for name in self.names
-            }
-        self.config = OffloadingConfig(
-            groups=(OffloadingGroupConfig(TOKENS, self.names, 0),),
-            worker_kv_bytes_per_block=1,
-            enable_kv_cache_events=False,
-            extra_config={},
-            engine_id="e",
-            model=OffloadingModelConfig(str(folder or "org/model"), "float32"),
-            cache=OffloadingCacheConfig(TOKENS, blocks_per_chunk),
-            parallel=OffloadingParallelConfig(rank, tp * pp, tp, pp, 1, dcp, 0, 1, None, True),
-            kv_cache_layout=layout,
-        )
-        layer = SimpleNamespace(
-            get_kv_cache_spec=lambda _: self.spec,
-            get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend),
-            isa=isa,
-        )
-        self.vllm_config = SimpleNamespace(
-            parallel_config=SimpleNamespace(
-                tensor_parallel_size=tp,
-                prefill_context_parallel_size=1,
-                decode_context_parallel_size=1,
-                cp_kv_cache_interleave_size=1,
-                world_size=tp * pp,
-                rank=rank,
-            ),
-            model_config=SimpleNamespace(
-                get_total_num_kv_heads=lambda: heads,
-                hf_config=SimpleNamespace(to_dict=lambda: {"hidden": 1, "_name_or_path": "x"}),
-                dtype=torch.float32,
-                quantization=None,
-            ),
-            cache_config=SimpleNamespace(
-                cache_dtype=cache_dtype, prefix_caching_hash_algo=algorithm
-            ),
-            load_config=SimpleNamespace(load_format=load_format),
-            compilation_config=SimpleNamespace(
-                static_forward_context=dict.fromkeys(self.names, layer)
-            ),
-        )
-
-    def caches(self) -> CanonicalKVCaches:
-        group = SimpleNamespace(kv_cache_spec=self.spec, layer_names=list(self.names))
-        mappings = derive_canonical_mappings(
-            self.vllm_config,  # type: ignore[arg-type]
-            SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[group]),  # type: ignore[arg-type]
-            self.tensors,
-        )
-        rows = [as_bytes(tensor) for tensor in self.tensors.values()]
-        return CanonicalKVCaches(
-            [CanonicalKVCacheTensor(torch.from_numpy(row), row.shape[1]) for row in rows],
-            [
-                [
-                    CanonicalKVCacheRef(i, rows[i].shape[1], mappings.get(name))
-                    for i, name in enumerate(self.names)
-                ]
-            ],
-        )
-
-    def derive(self, options: Options = OPTIONS) -> Geometry:
-        return derive_geometry(self.config, options, self.vllm_config, self.caches())
-
 
 def device_of(model: Model, geometry: Geometry) -> CpuDevice:
-    device = CpuDevice()
+    rows = [tensor.tensor for tensor in model.caches().tensors]
+    device = open_device(rows)
+    assert isinstance(device, CpuDevice)
     device.register_caches(
-        [as_bytes(tensor) for tensor in model.tensors.values()],
+        [cache_rows(row) for row in rows],
         geometry.runs,
         {0: geometry.namespace.groups[0].page_bytes},
         geometry.store_runs,
@@ -248,11 +139,57 @@ def test_what_can_not_be_shared_safely_is_refused(
         Model(**options).derive(given)
 
 
-def test_a_layout_other_than_vllm_maps_is_refused() -> None:
+def test_pages_with_padding_are_shared_without_it() -> None:
+    """As hybrid models have it, whose states need larger pages."""
+    plain = Model(tp=2, rank=1)
+    page = plain.spec.page_size_bytes
+    for layout in ("LBHNC", "LBNHC"):
+        spec = replace(plain.spec, page_size_padded=page + 192)
+        model, region = Model(tp=2, rank=1, layout=layout, spec=spec), bytearray(PAGE)
+        assert model.derive().namespace == plain.derive().namespace
+        whole = truth()
+        for layer, tensor in enumerate(model.tensors.values()):
+            tensor[2] = torch.from_numpy(whole[layer, HEADS // 2 :])
+        device = device_of(model, model.derive())
+        device.attach(memoryview(region))
+        device.store(1, COPY)
+        device.wait([1], 10)
+        assert device.finished()[0].error is None
+        device.close()
+        assert region[PAGE // 2 :] == whole[:, HEADS // 2 :].transpose(1, 0, 2, 3).tobytes()
+
+
+def test_a_layout_other_than_the_tensors_is_refused() -> None:
     model = Model(tp=2, layout="LBNHC")
     model.config = Model(tp=2).config
-    with pytest.raises(ConfigError, match="otherwise than 4 heads of 1024 bytes in layout LBHNC"):
+    with pytest.raises(ConfigError, match=r"stride\[heads\] is 128 bytes, it must be 1024"):
         model.derive()
+
+
+def test_a_page_that_vllm_maps_otherwise_is_refused() -> None:
+    model = Model(tp=2)
+    caches = model.caches()
+    ref = caches.group_data_refs[0][1]
+    assert ref.mapping is not None
+    half = replace(ref.mapping, canonical_page_size_bytes=2048)
+    caches.group_data_refs[0][1] = replace(ref, mapping=half)
+    with pytest.raises(
+        ConfigError, match=r"layers.1.attn: .* than 4 heads of 1024 bytes"
+    ):
+        derive_geometry(model.config, OPTIONS, model.vllm_config, caches)
+
+
+def test_a_layer_that_computes_elsewhere_is_refused() -> None:
+    model = Model()
+    model.layers["layers.1.attn"].kv_cache = torch.zeros_like(model.tensors["layers.1.attn"])
+    with pytest.raises(ConfigError, match=r"layers.1.attn: its tensor .* does not lie in the"):
+        model.derive()
+
+
+def test_heads_that_a_cpu_tiles_are_moved_whole_or_not_at_all() -> None:
+    assert Model(backend="CPU_ATTN").derive()
+    with pytest.raises(ConfigError, match=r"layout LBNHC of group 0 .* use one of \['LBHNC'\]"):
+        Model(backend="CPU_ATTN", layout="LBNHC").derive()
 
 
 def test_pages_whose_bytes_depend_on_the_ranks_are_refused() -> None:

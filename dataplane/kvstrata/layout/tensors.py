@@ -142,11 +142,13 @@ def certify(tensor: Tensor, what: str, element: int, axes: Sequence[Axis]) -> in
             f"{what}: shape is {tensor.shape} and strides {tensor.strides}, "
             f"it must have the axes {[a.name for a in axes]}"
         )
-    for axis, size, stride in zip(axes, tensor.shape, tensor.strides, strict=True):
+    for axis, size in zip(axes, tensor.shape, strict=True):
         if size < 1 or (axis.size and size != axis.size):
             raise Malformed(
                 f"{what}: shape[{axis.name}] is {size}, it must be {axis.size or '> 0'}"
             )
+    # After the shape: one axis too long also moves the strides of those outside of it.
+    for axis, size, stride in zip(axes, tensor.shape, tensor.strides, strict=True):
         if size > 1 and stride != axis.stride:
             raise Malformed(
                 f"{what}: stride[{axis.name}] is {stride} bytes, it must be {axis.stride}"

@@ -8,7 +8,7 @@ tensors that it computes with say where they lie. Both must agree, or the model 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
@@ -19,8 +19,6 @@ from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig
 from kvstrata.errors import ConfigError
 from kvstrata.keys import Group
 from kvstrata.layout import (
-    Cache,
-    CopyRun,
     RankRuns,
     Ranks,
     StateContent,
@@ -28,6 +26,8 @@ from kvstrata.layout import (
     Tensor,
     plan_rank,
 )
+from kvstrata_adapters.devices.tensors import describe
+from kvstrata_adapters.engines.vllm.rows import runs_in_rows
 
 __all__ = ["StateGroup", "derive_state", "state_content"]
 
@@ -72,14 +72,7 @@ def derive_state(
     pages = StatePages(content.order, stride).pages(content, tensors, tp)
     stages = (range(len(names)),)
     runs = plan_rank(group, Ranks(tp, stages), 0, config.parallel.rank, pages)
-    places = [
-        _place_in_row(name, cache, ref, rows[ref.tensor_idx].tensor)
-        for i, (name, ref) in enumerate(zip(names, refs, strict=True))
-        for cache in pages.caches[2 * i : 2 * i + 2]
-    ]
-    return StateGroup(
-        group, content.tag, RankRuns(_moved(runs.load, places), _moved(runs.store, places))
-    )
+    return StateGroup(group, content.tag, runs_in_rows(runs, pages.caches, names, refs, rows))
 
 
 def state_content(name: str, layer: Any, vllm_config: Any) -> StateContent:
@@ -145,43 +138,4 @@ def _tensors(name: str, views: Sequence[Any]) -> tuple[Tensor, Tensor]:
         ssm = ssm.view(ssm.shape[0], ssm.shape[1], -1)
     except RuntimeError as e:
         raise ConfigError(f"layer {name}: a head of its state does not lie together: {e}") from e
-    return _tensor(conv), _tensor(ssm)
-
-
-def _tensor(view: Any) -> Tensor:
-    storage, element = view.untyped_storage(), view.element_size()
-    return Tensor(
-        shape=tuple(view.shape),
-        strides=tuple(n * element for n in view.stride()),
-        element_bytes=element,
-        buffer_bytes=storage.nbytes(),
-        offset=view.data_ptr() - storage.data_ptr(),
-        # Which allocation: compared, and never used as an index.
-        buffer=storage.data_ptr(),
-    )
-
-
-def _place_in_row(name: str, cache: Cache, ref: CanonicalKVCacheRef, row: Any) -> tuple[int, int]:
-    """Which row, and from which byte of it, `cache` is."""
-    whole = _tensor(row)
-    shift = cache.offset - whole.offset
-    good = (cache.buffer, cache.block_stride) == (whole.buffer, whole.strides[0])
-    good &= cache.blocks == whole.shape[0]
-    if not (good and shift >= 0 and shift + cache.row_bytes <= ref.page_size_bytes):
-        raise ConfigError(
-            f"layer {name}: its state ({cache}) does not lie in the {ref.page_size_bytes} bytes "
-            f"that vLLM gives as its page ({whole})"
-        )
-    return ref.tensor_idx, shift
-
-
-def _moved(runs: Sequence[CopyRun], places: Sequence[tuple[int, int]]) -> tuple[CopyRun, ...]:
-    """The runs, in the rows that are registered."""
-    return tuple(
-        replace(
-            run,
-            cache=places[run.cache][0],
-            device_offset=places[run.cache][1] + run.device_offset,
-        )
-        for run in runs
-    )
+    return describe(conv), describe(ssm)
