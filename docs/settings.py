@@ -15,6 +15,7 @@ from kvstrata.config import (
     NodeSettings,
     ServerSettings,
     TierSettings,
+    WrapSettings,
     parse_seconds,
 )
 from kvstrata.tiers.fs_options import FsOptions
@@ -61,6 +62,7 @@ def document() -> str:
     parts.append(f"## KV events: `[[node.events]]`\n\n{_text(EventSettings)}\n")
     parts += [*_table(EventSettings), ""]
     parts.append(f"## Tiers\n\n{_text(TierSettings)}\n")
+    parts += [*_table(TierSettings), "", f"In `wrap`: {_text(WrapSettings)}", ""]
     parts.append("### `fs`\n\nA file system, local or shared by several nodes.\n")
     parts += _table(FsOptions)
     return "\n".join(parts).rstrip() + "\n"

@@ -40,6 +40,10 @@ class Chains:
                 self._children.setdefault(before, {})[key] = None
             before = key
 
+    def parent_of(self, key: Key) -> Key | None:
+        """The chunk that this one extends directly, present or not."""
+        return self._parent.get(key)
+
     def extended(self, keys: Sequence[Key], present: Container[Key]) -> list[Key]:
         """Those of the `present` chunks that `keys`, which become readable, extend; of each
         chain from its head on. Keys of one chain stand together, in order."""

@@ -39,10 +39,12 @@ from kvstrata.addresses import split_address
 from kvstrata.errors import ConfigError
 
 __all__ = [
+    "CascadeMode",
     "EventSettings",
     "NodeSettings",
     "ServerSettings",
     "TierSettings",
+    "WrapSettings",
     "parse_seconds",
     "run_dir",
     "what_is_wrong",
@@ -165,15 +167,49 @@ class HostSettings(_Section):
     """Most of the region, as a fraction, that may be granted ahead to engines."""
 
 
-class TierSettings(BaseModel):
-    """One secondary tier: `type` is `fs`, an entry point's name or `module:Class`.
+CascadeMode = Literal["write_through", "second_touch", "on_evict"]
 
-    The other names are that tier's own options.
-    """
+# What a metric's label, a flag and a TOML table all take without quotes.
+_LABEL = r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?$"
+
+
+class WrapSettings(BaseModel):
+    """One wrapper around a tier: `type` is `metered`, `checked`, `compressed`, `encrypted`, an
+    entry point's name or `module:Class`. The other names are that wrapper's own options."""
 
     model_config = ConfigDict(extra="allow")
 
     type: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class TierSettings(BaseModel):
+    """One secondary tier: `type` is `fs`, an entry point's name or `module:Class`.
+
+    The names below are the same for every tier; the others are that tier's own options.
+    """
+
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+
+    type: str
+    """What kind of tier it is."""
+    name: Annotated[str, Field(pattern=_LABEL)] = ""
+    """Its label in metrics, logs and commands; empty: what its kind is called. Of two tiers of one
+    kind at least one needs its own."""
+    cascade: CascadeMode = "write_through"
+    """What is stored in it: `write_through`: every chunk; `second_touch`: a chunk that is used once
+    more; `on_evict`: what is about to leave the host tier, ahead of time."""
+    wrap: list[WrapSettings] = []
+    """What is put around it, innermost first: with `[{type="encrypted"}, {type="compressed"}]`
+    bytes on their way to the tier are compressed, and then encrypted."""
+    grace: Seconds = 2.0
+    """How long after its deadline a call may still take. Then the node gives it up, and asks the
+    tier nothing more until the call has returned or a probe was answered."""
+    lookup_deadline: Seconds = 2.0
+    """Longest that a lookup waits to be told by this tier what it has; then others are asked."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -312,6 +348,8 @@ class NodeSettings(_Settings):
     """Publishers of KV events: one for each engine endpoint that a router knows."""
     metrics: Listen = ""
     """`host:port` of the Prometheus endpoint; empty: none."""
+    stop_deadline: Seconds = 15.0
+    """How long a node that is told to end may take for it, whatever its tiers do."""
     exit_with_stdin: bool = False
     """End when standard input closes: how a private node ends with its engine."""
 

@@ -22,7 +22,7 @@ from kvstrata.keys import Key
 from kvstrata.policies import Policy
 from kvstrata.slots import Slab, Slots
 
-__all__ = ["make_room"]
+__all__ = ["make_room", "next_victims"]
 
 # Chunks of other sizes; some milliseconds.
 _PATIENCE = 4096
@@ -61,6 +61,20 @@ def make_room(
                 break
     walk.free()
     return list(gone.values())
+
+
+def next_victims(
+    nbytes: int, slots: Slots, policy: Policy, chains: Chains, chunks: Mapping[Key, Chunk]
+) -> list[Chunk]:
+    """The idle chunks that are next to go, `nbytes` of them or all; nothing is freed. Sizes are
+    taken as equal: which slabs would be emptied shows only when room of a size is wanted."""
+    walk = _Walk(0, slots, chains, chunks)
+    for victim in walk.along(policy) if nbytes > 0 else ():
+        walk.gone[victim.key] = victim
+        nbytes -= slots.rounded(victim.nbytes)
+        if nbytes <= 0:
+            break
+    return list(walk.gone.values())
 
 
 class _Walk:

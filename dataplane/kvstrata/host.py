@@ -9,7 +9,7 @@ States of a key and what moves it (every transition is a method of `HostTier`):
     absent   --reserve, use-->   writing   a slot is reserved; others see the key as pending
     writing  --commit-->         ready     readable; leases can be taken
     writing  --abort, forget-->  absent    slot freed
-    writing  --expire-->         absent    slot quarantined: its owner may still be writing
+    writing  --expire, disown--> absent    slot quarantined: its owner may still be writing
     ready    --evict, drop-->    absent    slot freed, or quarantined while someone reads it
 
 A slot is in quarantine while no key names it and someone may still touch it. It leaves by the
@@ -31,7 +31,7 @@ from operator import attrgetter
 
 from kvstrata.chains import Chains
 from kvstrata.chunks import Chunk, State, is_idle
-from kvstrata.eviction import make_room
+from kvstrata.eviction import make_room, next_victims
 from kvstrata.keys import Key
 from kvstrata.leases import Leases
 from kvstrata.policies import Policy
@@ -172,6 +172,12 @@ class HostTier:
         if gone:
             self.slots.free_many([chunk.offset for chunk in gone])
             self._on_gone(gone)
+
+    def disown(self, owner: str, keys: Iterable[Key]) -> None:
+        """Nobody waits for these writes any more, though the owner may be at them: as if they
+        had expired. Keys that owner isn't writing are ignored."""
+        writes = self._writes.get(owner, {})
+        self._hide([c for key in keys if (c := writes.get(key)) is not None and c.visible])
 
     def grant(self, owner: str, nbytes: int, count: int) -> list[int]:
         """Hand out up to `count` free slots of `nbytes`, to be named later by `use`."""
@@ -326,18 +332,24 @@ class HostTier:
         self._leases.expire(now)
         overdue = []
         while self._write_heap and self._write_heap[0][0] < now:
-            for chunk in heapq.heappop(self._write_heap)[2]:
-                if chunk.visible and chunk.state is _WRITING and chunk.expires < now:
-                    self.expired_writes += 1
-                    del self._chunks[chunk.key]
-                    chunk.visible = False
-                    self._hidden.add(chunk)
-                    overdue.append(chunk)
-        if overdue:
-            self._on_gone(overdue)
+            overdue += [
+                chunk
+                for chunk in heapq.heappop(self._write_heap)[2]
+                if chunk.visible and chunk.state is _WRITING and chunk.expires < now
+            ]
+        self.expired_writes += len(overdue)
+        self._hide(overdue)
         self._chains.prune(self._chunks, len(self._chunks))
 
     # ------------------------------------------------------------ state
+
+    def parent_of(self, key: Key) -> Key | None:
+        """The chunk that this one extends, where a lookup has told so; it may be absent."""
+        return self._chains.parent_of(key)
+
+    def next_victims(self, nbytes: int) -> list[Chunk]:
+        """The idle chunks, `nbytes` of them, that would go next if room were wanted now."""
+        return next_victims(nbytes, self.slots, self._policy, self._chains, self._chunks)
 
     @property
     def expired_leases(self) -> int:
@@ -431,6 +443,15 @@ class HostTier:
         self._ready_bytes -= nbytes
         if chunks:
             self._on_gone(chunks)
+
+    def _hide(self, writes: Sequence[Chunk]) -> None:
+        """Writes that were given up: their slots are in quarantine."""
+        for chunk in writes:
+            del self._chunks[chunk.key]
+            chunk.visible = False
+            self._hidden.add(chunk)
+        if writes:
+            self._on_gone(writes)
 
     def _free_hidden(self, chunk: Chunk) -> None:
         """Free a slot in quarantine, unless someone still reads or writes it."""

@@ -123,6 +123,13 @@ class Region:
             os.close(fd)
             raise
 
+    def abandon(self) -> None:
+        """Remove the file, as `close` does, but stay mapped until the process ends: something may
+        still write to it, by addresses that no view tells of."""
+        if self._owner:
+            self.path.unlink(missing_ok=True)
+        _abandoned.append(self)
+
     def close(self) -> None:
         """Unmap; the owner also removes the file. Idempotent.
 
@@ -138,6 +145,10 @@ class Region:
             self._map.close()
         os.close(self._fd)
         self._fd = -1
+
+
+# Never collected, which would unmap them.
+_abandoned: list[Region] = []
 
 
 def sweep(shm_dir: Path) -> list[str]:

@@ -16,6 +16,7 @@ from kvstrata.node.namespaces import Namespaces
 from kvstrata.node.store import Store
 from kvstrata.testing.chunks import a_namespace
 from kvstrata.testing.clock import FakeClock
+from kvstrata.testing.waiting import until
 from kvstrata.tiers.base import Item, Outcome, Tier, TierContext, Usage
 
 PAGE = 4096
@@ -37,7 +38,7 @@ class HeldTier(Tier):
 
     def __init__(self, store_id: str = "held-1", name: str = "held") -> None:
         self.store_id = store_id
-        self.name = name  # type: ignore[misc]
+        self.name = name
         self.chunks: dict[Key, bytes] = {}
         self.outcomes: dict[Key, Outcome] = {}
         self.loads: list[list[Key]] = []
@@ -267,8 +268,7 @@ async def test_promotions_stay_within_their_budget() -> None:
     tier.gate.clear()
     store = make_store(tier, pages=16, promotion_budget=0.25)
     waiting = asyncio.create_task(find(store, *range(8)))
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await until(lambda: tier.loads)
     assert store.host.usage().writing == 4 * PAGE
     tier.gate.set()
     assert len(await waiting) == 8
@@ -520,18 +520,27 @@ async def test_one_tier_that_does_not_close_keeps_no_other_open() -> None:
         async def close(self) -> None:
             self.closed = True
 
-    good = Closing("good")
-    store = make_store(Stuck("bad"), good)
+    good = Closing("good", "good")
+    store = make_store(Stuck("bad", "bad"), good)
     await store.close()
     assert good.closed
 
 
-async def test_dropping_from_tiers_of_one_name_counts_both() -> None:
-    one, two = HeldTier("1"), HeldTier("2")
-    one.chunks = {key(1): b""}
-    two.chunks = {key(1): b"", key(2): b""}
+@pytest.mark.parametrize("names", [("held", "held"), ("held", "host")])
+async def test_a_name_is_that_of_one_tier(names: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match=f"two tiers are called {names[1]}: give one"):
+        make_store(*(HeldTier(str(n), name) for n, name in enumerate(names)))
+
+
+async def test_tiers_of_one_kind_are_dropped_from_and_counted_apart() -> None:
+    one, two = HeldTier("1", "one"), HeldTier("2", "two")
+    one.chunks = {key(1): payload(key(1))}
+    two.chunks = {key(n): payload(key(n)) for n in (1, 2)}
     store = make_store(one, two)
-    assert await store.drop(["held"], None) == {"held": 3}
+    assert len(await find(store, 1, 2)) == 2
+    assert tally(store) == {"host": 0, "one": 1, "two": 1, "miss": 0}
+    assert await store.drop(["two"], None) == {"two": 2}
+    assert list(one.chunks) == [key(1)]
 
 
 async def test_a_long_lookup_full_of_misses_is_quick() -> None:

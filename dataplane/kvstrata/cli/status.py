@@ -58,7 +58,9 @@ def _node(socket: Path, as_json: bool) -> int:
     )
     for tier in status.tiers:
         capacity = "" if tier.capacity_bytes is None else size(tier.capacity_bytes)
-        state = "ok" if tier.healthy else tier.detail or "unhealthy"
+        state = "ok" if tier.healthy else "degraded"
+        if tier.detail:
+            state += f": {tier.detail}"
         counts = _counts(tier.counters)
         tiers.add_row(tier.name, size(tier.used_bytes), capacity, str(tier.chunks), state, counts)
     rest = table("", "what", "now")

@@ -15,48 +15,43 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from kvstrata import wire
 from kvstrata.api import HostUse, NodeRegistration, StoreRef
-from kvstrata.config import NodeSettings, TierSettings
+from kvstrata.config import NodeSettings
 from kvstrata.errors import ConfigError
 from kvstrata.keys import Key, Namespace
+from kvstrata.node.breaker import Kind
 from kvstrata.node.engine_port import EnginePort
 from kvstrata.node.events import EventPublisher
 from kvstrata.node.grants import Grants
 from kvstrata.node.namespaces import Namespaces
+from kvstrata.node.opening import open_tier
 from kvstrata.node.peer_port import PeerPort
 from kvstrata.node.pulls import Pulls
 from kvstrata.node.reported import PlacementChange, Pull, PullResult
-from kvstrata.node.status import tier_statuses, usage_of
+from kvstrata.node.status import tier_statuses, tier_trouble
 from kvstrata.node.store import Store
 from kvstrata.node.supervisor import Supervisor
 from kvstrata.peer_wire import parse_address
-from kvstrata.plugins import load_class
 from kvstrata.region import Region, sweep
-from kvstrata.tiers.base import Tier, TierContext
+from kvstrata.tiers.base import TierContext
 from kvstrata.tiers.peer import PeerTier
 from kvstrata.tiers.peer_links import PeerLinks
 from kvstrata.transports import Transport, start_transports
 
-__all__ = ["Node", "open_tier", "run_node"]
+__all__ = ["Node", "run_node"]
 
 _log = logging.getLogger(__name__)
 
 _EXPIRY_INTERVAL = 0.25
 _DRAIN_SECONDS = 5.0
 _SCRAPE_SECONDS = 5.0
-
-
-async def open_tier(settings: TierSettings, context: TierContext) -> Tier:
-    """The tier that `settings.type` names: an entry point, or `module:Class`."""
-    known = {entry.name: entry.value for entry in entry_points(group="kvstrata.tiers")}
-    found = load_class("tier type", settings.type, Tier, known)
-    return await found.open(settings.options, context)
+# However late it is, each part of a node is given this long to end.
+_LEAST_SECONDS = 0.5
 
 
 class Node:
@@ -69,6 +64,9 @@ class Node:
         self.supervisor = Supervisor()
         self._clock = time.monotonic
         self._began = self._clock()
+        self.stuck: list[str] = []
+        """Parts that did not end when the node was closed, and may touch the region still."""
+        self._ends = 0.0
         self._stack = contextlib.AsyncExitStack()
         self._links: PeerLinks | None = None
         self._peers: PeerPort | None = None
@@ -79,16 +77,54 @@ class Node:
     async def start(cls, settings: NodeSettings) -> Node:
         """Bring everything up, or nothing. Raises `ConfigError`."""
         node = cls(settings)
-        try:
-            await node._open()
-        except BaseException:
-            await node.close()
-            raise
+        await node.open()
         return node
 
+    async def open(self) -> None:
+        """Bring everything up, or nothing. Raises `ConfigError`."""
+        try:
+            await self._open()
+        except BaseException:
+            await self.close()
+            raise
+
     async def close(self) -> None:
-        """Take everything down, the region last. Idempotent."""
+        """Take everything down, the region last, in about `stop_deadline` seconds. Idempotent.
+
+        What hangs is left behind and named in `stuck`; the region then stays mapped, without its
+        file, because there may be a thread that writes to it.
+        """
+        self._ends = self._clock() + self.settings.stop_deadline
         await self._stack.aclose()
+
+    def _at_end(self, what: str, end: Callable[[], Awaitable[object]]) -> None:
+        """When this node is closed call `end`, and wait for it as long as there is time."""
+
+        async def bounded() -> None:
+            ending = asyncio.ensure_future(end())
+            await asyncio.wait({ending}, timeout=self._time_left())
+            if ending.done():
+                ending.result()
+            else:
+                self.stuck.append(what)
+                _log.error("%s did not end in time", what)
+
+        self._stack.push_async_callback(bounded)
+
+    def _time_left(self) -> float:
+        return max(_LEAST_SECONDS, self._ends - self._clock())
+
+    async def _close_store(self) -> None:
+        # Less than is waited for it: it is to say itself what is stuck.
+        stuck = await self.store.close(0.8 * self._time_left())
+        self.stuck += [f"tier {name}" for name in stuck]
+
+    def _close_region(self) -> None:
+        if self.stuck:
+            _log.error("the region stays mapped, since these still run: %s", ", ".join(self.stuck))
+            self.region.abandon()
+        else:
+            self.region.close()
 
     # ------------------------------------------------------------ parts
 
@@ -106,25 +142,25 @@ class Node:
             populate=False,
             huge_pages=host.huge_pages == "auto",
         )
-        self._stack.callback(region.close)
+        self.region = region
+        self._stack.callback(self._close_region)
         if host.populate:
             # Closing the region ends it, should the start be cancelled.
             await asyncio.to_thread(region.populate)
-        self.region = region
         self.store = Store(region.view, host, self.namespaces, self._clock)
         self.store.placements.enabled = bool(settings.control.url)
         await self._open_events()
-        self._stack.push_async_callback(self.store.close)
+        self._at_end("store", self._close_store)
         self.grants = Grants(self.store, settings.peers.lease_ttl)
         await self._open_peers()
         await self._open_tiers()
-        self._stack.push_async_callback(self.supervisor.stop)
+        self._at_end("loops", self.supervisor.stop)
         for n, publisher in enumerate(self.events):
             self.supervisor.start(f"events {n}", publisher.run)
             self.supervisor.start(f"event replays {n}", publisher.serve_replays)
-        self._stack.push_async_callback(self.store.quiesce)
+        self._at_end("cascades", lambda: self.store.quiesce(self.settings.stop_deadline / 5))
         self.engines = EnginePort(socket, self.store, self._welcome, self.status)
-        self._stack.push_async_callback(self.engines.close)
+        self._at_end("engine port", self.engines.close)
         await self.engines.start()
         if settings.metrics:
             await self._open_metrics()
@@ -132,7 +168,7 @@ class Node:
         self.supervisor.start("expiry", self._expire)
         for cascade in self.store.cascades:
             self.supervisor.start(f"cascade to {cascade.tier.name}", cascade.run)
-        self._stack.push_async_callback(self._drain)
+        self._at_end("drain", self._drain)
         if settings.control.url:
             await self._open_reporter()
 
@@ -154,16 +190,16 @@ class Node:
             peers.transports, self.region.view, self.grants.authorize, listen_host
         )
         for transport in self._transports:
-            self._stack.push_async_callback(transport.close)
+            self._at_end(f"transport {transport.name}", transport.close)
         self._links = PeerLinks(peers, self.settings.id, self.incarnation, self._transports)
-        self._stack.push_async_callback(self._links.close)
+        self._at_end("peer links", self._links.close)
         self.pulls = Pulls(self.store, self._links)
-        self._stack.push_async_callback(self.pulls.close)
+        self._at_end("pulls", self.pulls.close)
         if peers.listen:
             port = PeerPort(
                 peers, self.settings.id, self.incarnation, self.grants, self._transports
             )
-            self._stack.push_async_callback(port.close)
+            self._at_end("peer port", port.close)
             await port.start()
             self._peers = port
 
@@ -171,10 +207,16 @@ class Node:
         for settings in self.settings.tiers:
             # A tier may drop chunks while it opens; its name is known only after.
             location: list[str] = []
-            tier = await open_tier(settings, self._context(location))
-            location.append(tier.store_id)
+            tier, kind = await open_tier(settings, self._context(location))
+            location += [tier.name, tier.store_id]
             try:
-                self.store.attach(tier)
+                self.store.attach(
+                    tier,
+                    settings.cascade,
+                    kind=kind,
+                    grace=settings.grace,
+                    lookup_deadline=settings.lookup_deadline,
+                )
             except ConfigError:
                 await tier.close()
                 raise
@@ -185,8 +227,10 @@ class Node:
 
     def _context(self, location: list[str]) -> TierContext:
         def removed(keys: Sequence[Key]) -> None:
-            for name in location:
-                self.store.placements.removed(name, keys)
+            if location:
+                name, store_id = location
+                self.store.placements.removed(store_id, keys)
+                self.store.lost(name, keys)
 
         return TierContext(self.settings.id, self._clock, self.namespaces.get, removed)
 
@@ -210,14 +254,14 @@ class Node:
             server.server_close()
             thread.join()
 
-        self._stack.push_async_callback(asyncio.to_thread, stop)
+        self._at_end("metrics", lambda: asyncio.to_thread(stop))
 
     async def _open_reporter(self) -> None:
         from kvstrata.node.reporter import Reporter
 
         self.reporter = Reporter(self.settings.control, self)
         self.supervisor.start("reporter", self.reporter.run)
-        self._stack.push_async_callback(self.reporter.close)
+        self._at_end("reporter", self.reporter.close)
 
     async def _expire(self) -> None:
         while True:
@@ -226,12 +270,15 @@ class Node:
 
     async def _drain(self) -> None:
         """What was offered to a tier should be in it before the region goes."""
-        drains = [cascade.drain() for cascade in self.store.cascades]
+        seconds = min(_DRAIN_SECONDS, self.settings.stop_deadline / 3)
+        willing = [c for c in self.store.cascades if c.guard.allows(Kind.STORE)]
+        for cascade in willing:
+            cascade.flush()
         try:
-            async with asyncio.timeout(_DRAIN_SECONDS):
-                await asyncio.gather(*drains)
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*(cascade.drain() for cascade in willing))
         except TimeoutError:
-            _log.warning("tiers did not take everything within %g s", _DRAIN_SECONDS)
+            _log.warning("tiers did not take everything within %g s", seconds)
 
     def _welcome(self, namespace: Namespace | None) -> wire.Welcome:
         return wire.Welcome(
@@ -304,9 +351,9 @@ class Node:
             transports=[transport.name for transport in self._transports],
             capacity_bytes=self.region.size,
             stores=[
-                StoreRef(id=tier.store_id, tier=tier.name)
-                for tier in self.store.tiers
-                if tier.writable
+                StoreRef(id=guard.store_id, tier=guard.kind)
+                for guard in self.store.guards
+                if guard.tier.writable
             ],
         )
 
@@ -319,10 +366,9 @@ class Node:
         if self._peers is not None:
             failing |= self._peers.loops.failing
         trouble = [f"{name}: {state}" for name, state in failing.items()]
-        for tier in self.store.tiers:
-            use = usage_of(tier)
-            if not use.healthy:
-                trouble.append(f"{tier.name}: {use.detail}")
+        trouble += [
+            f"{guard.name}: {told}" for guard in self.store.guards if (told := tier_trouble(guard))
+        ]
         return not trouble, "; ".join(trouble)[:2000]
 
     def take_changes(self) -> Sequence[PlacementChange]:
@@ -332,9 +378,9 @@ class Node:
         self.store.placements.take()
         here = [PlacementChange("host", self.store.host.keys())]
         here += [
-            PlacementChange(tier.store_id, tier.keys())
-            for tier in self.store.tiers
-            if tier.writable
+            PlacementChange(guard.store_id, guard.keys())
+            for guard in self.store.guards
+            if guard.tier.writable
         ]
         return here
 
@@ -345,31 +391,41 @@ class Node:
         return await self.pulls.pull(pull)
 
 
-async def run_node(settings: NodeSettings) -> None:
-    """Run a node until SIGTERM, SIGINT or (`exit_with_stdin`) the end of standard input."""
+async def run_node(
+    settings: NodeSettings, ended: Callable[[Sequence[str]], object] = lambda stuck: None
+) -> None:
+    """Run a node until SIGTERM, SIGINT or (`exit_with_stdin`) the end of standard input.
+
+    `ended` is told when it is over, and what is stuck: the end of the event loop and of the
+    interpreter would wait for that without end.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     if settings.exit_with_stdin:
         _watch_stdin(loop, stop)
+    node = Node(settings)
     # A start can take long, and must be stoppable.
-    starting, stopping = asyncio.create_task(Node.start(settings)), asyncio.create_task(stop.wait())
+    starting, stopping = asyncio.create_task(node.open()), asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            if not starting.done():
+                starting.cancel()
+                await asyncio.wait({starting})
+        if starting.cancelled():
+            return
+        starting.result()
+        try:
+            _log.info("node %s serves engines at %s", settings.id, settings.socket_path)
+            await stop.wait()
+        finally:
+            await node.close()
     finally:
-        stopping.cancel()
-        if not starting.done():
-            starting.cancel()
-            await asyncio.wait({starting})
-    if starting.cancelled():
-        return
-    node = starting.result()
-    try:
-        _log.info("node %s serves engines at %s", settings.id, settings.socket_path)
-        await stop.wait()
-    finally:
-        await node.close()
+        ended(node.stuck)
 
 
 def _watch_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:

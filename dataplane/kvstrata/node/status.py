@@ -1,18 +1,19 @@
 """How the tiers of a node are, in its own words: for `status`, heartbeats and metrics.
 
 A tier may be anybody's code. One that can't tell of itself is reported as unhealthy; it must not
-take the answer of the node with it.
+take the answer of the node with it. What the node has found out by using it comes first.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from kvstrata.node.guard import Guard
 from kvstrata.node.store import Store
 from kvstrata.tiers.base import Tier, Usage
 from kvstrata.wire import TierStatus
 
-__all__ = ["tier_statuses", "usage_of"]
+__all__ = ["tier_statuses", "tier_trouble", "usage_of"]
 
 _MOST = 1 << 63
 _MOST_DETAIL = 2000
@@ -35,33 +36,53 @@ def usage_of(tier: Tier) -> Usage:
         return Usage(0, 0, healthy=False, detail=detail[:_MOST_DETAIL])
 
 
+def tier_trouble(guard: Guard) -> str:
+    """What is wrong with a tier, by its node and by itself; empty: nothing. Never raises."""
+    use = usage_of(guard.tier)
+    return _trouble(guard, use)
+
+
 def tier_statuses(store: Store) -> list[TierStatus]:
     """The host tier, and then the others in the order they are asked."""
-    cascades = {cascade.tier: cascade for cascade in store.cascades}
+    cascades = {cascade.guard: cascade for cascade in store.cascades}
     statuses = [_host_status(store)]
-    for tier in store.tiers:
-        use = usage_of(tier)
+    for guard in store.guards:
+        use = usage_of(guard.tier)
         counters = dict(use.counters)
-        if tier in cascades:
-            cascade = cascades[tier]
+        if guard in cascades:
+            cascade = cascades[guard]
             counters |= {
                 "cascade_dropped": cascade.dropped,
                 "cascade_failed": cascade.failed,
                 "cascade_waiting": cascade.waiting,
             }
-        counters["hits"] = store.counters.tier_hits[tier.name]
+        counters |= {
+            "hits": store.counters.tier_hits[guard.name],
+            "degraded": guard.breaker.trips,
+            "overdue_calls": guard.overdue,
+            "stuck_calls": guard.stuck_calls,
+            "stuck_bytes": guard.stuck_bytes,
+        }
+        trouble = _trouble(guard, use)
         statuses.append(
             TierStatus(
-                tier.name,
+                guard.name,
                 use.used_bytes,
                 use.capacity_bytes,
                 use.chunks,
-                use.healthy,
-                use.detail,
+                not trouble,
+                trouble or use.detail,
                 counters,
             )
         )
     return statuses
+
+
+def _trouble(guard: Guard, use: Usage) -> str:
+    told = [guard.trouble]
+    if not use.healthy:
+        told.append(use.detail or "unhealthy")
+    return "; ".join(filter(None, told))[:_MOST_DETAIL]
 
 
 def _host_status(store: Store) -> TierStatus:
