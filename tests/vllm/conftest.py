@@ -1,8 +1,13 @@
 """These tests import vLLM; where it is not installed they are not even collected."""
 
+import sys
 import warnings
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+
+# The kits of the devices' own tests: a CUDA driver in host memory.
+sys.path.append(str(Path(__file__).parent.parent / "adapters"))
 
 try:
     # Not "vllm": this folder would be found under that name.

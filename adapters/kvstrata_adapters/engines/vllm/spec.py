@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.v1.kv_offload.base import OffloadingSpec
 
-from kvstrata.errors import ConfigError, KVStrataError
+from kvstrata.errors import ConfigError, KVStrataError, Malformed
 from kvstrata_adapters.engines.vllm.options import parse_options
 
 if TYPE_CHECKING:
@@ -74,11 +74,11 @@ class KVStrataOffloadingSpec(OffloadingSpec):
         )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Raises `ConfigError` if this model's KV can't be shared safely."""
+        """Raises `ConfigError` if this model's KV can't be shared safely, or lies where no device
+        of ours can copy from."""
         from vllm.config import get_current_vllm_config_or_none
 
-        from kvstrata_adapters.devices.base import as_bytes
-        from kvstrata_adapters.devices.cpu import CpuDevice
+        from kvstrata_adapters.devices.choose import cache_rows, open_device
         from kvstrata_adapters.engines.vllm.geometry import derive_geometry
         from kvstrata_adapters.engines.vllm.pages import GroupPages
         from kvstrata_adapters.engines.vllm.worker import KVStrataWorker
@@ -86,19 +86,17 @@ class KVStrataOffloadingSpec(OffloadingSpec):
         vllm_config: Any = get_current_vllm_config_or_none()
         if vllm_config is None:
             raise ConfigError("vLLM's configuration is not at hand while KV caches are registered")
-        kinds = {tensor.tensor.device.type for tensor in kv_caches.tensors}
-        if kinds != {"cpu"}:
-            raise ConfigError(f"KV caches on {kinds} are not supported yet: only on the CPU")
         geometry = derive_geometry(self.config, self.options, vllm_config, kv_caches)
         namespace = geometry.namespace
         pages = {group.id: group.page_bytes for group in namespace.groups}
-        device = CpuDevice()
+        rows = [tensor.tensor for tensor in kv_caches.tensors]
+        try:
+            device = open_device(rows)
+        except Malformed as e:
+            raise ConfigError(str(e)) from e
         try:
             device.register_caches(
-                [as_bytes(tensor.tensor) for tensor in kv_caches.tensors],
-                geometry.runs,
-                pages,
-                geometry.store_runs,
+                [cache_rows(row) for row in rows], geometry.runs, pages, geometry.store_runs
             )
             socket = self._socket()
             client = self._connect(socket, "worker", namespace, self.options.timeout)

@@ -34,6 +34,10 @@ class KVStrataWorker(OffloadingWorker):
     before the job is reported. A load that failed ends the engine rather than serve wrong bytes:
     vLLM's offloading worker has no way to report one.
 
+    Jobs are the device's: on a GPU they run on its own streams behind what the calling thread's
+    stream has queued, and have ended when their events have. So `submit_store`, `submit_load`,
+    `get_finished` and `wait` are called by the thread that runs the model, as vLLM does.
+
     The session in `client` registers the namespace, and tells the node that this process may
     still be writing after the scheduler died. `connect` makes another one when the node was
     restarted. `own_node` ends with this worker, if this worker started it.
