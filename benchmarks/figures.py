@@ -16,7 +16,8 @@ __all__ = ["Figure", "parser", "show"]
 
 @dataclass(frozen=True)
 class Figure:
-    """Ours, the peer's (None: it isn't installed here) and the limit, all in `unit`.
+    """Ours, the peer's (None: it isn't installed here) and the limit (None: there is none), all in
+    `unit`.
 
     `settings` is all that else decides the three: sizes, threads, rounds, who the peer is.
     """
@@ -24,14 +25,19 @@ class Figure:
     name: str
     value: float
     peer: float | None
-    limit: float
+    limit: float | None
     unit: str = "GB/s"
     settings: Mapping[str, object] = field(default_factory=dict)
 
     @property
-    def ratio(self) -> float:
+    def ratio(self) -> float | None:
         """To the limit."""
-        return self.value / self.limit
+        return None if self.limit is None else self.value / self.limit
+
+    @property
+    def of_peer(self) -> float | None:
+        """To the peer."""
+        return None if self.peer is None else self.value / self.peer
 
     def line(self) -> str:
         return json.dumps(
@@ -39,12 +45,17 @@ class Figure:
                 "name": self.name,
                 "value": round(self.value, 3),
                 "unit": self.unit,
-                "peer": None if self.peer is None else round(self.peer, 3),
-                "limit": round(self.limit, 3),
-                "ratio": round(self.ratio, 3),
+                "peer": _rounded(self.peer),
+                "limit": _rounded(self.limit),
+                "ratio": _rounded(self.ratio),
+                "of_peer": _rounded(self.of_peer),
                 "settings": dict(self.settings),
             }
         )
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
 
 
 def parser(document: str | None) -> argparse.ArgumentParser:
@@ -59,13 +70,14 @@ def show(title: str, figures: Sequence[Figure], as_json: bool) -> None:
         for figure in figures:
             print(figure.line())
         return
-    table = Table("", "ours", "peer", "limit", "", "of the limit", "rounds", title=title)
+    columns = ("ours", "peer", "limit", "", "of the limit", "of the peer", "rounds")
+    table = Table("", *columns, title=title)
     for f in figures:
         table.add_row(
             f.name,
             *("-" if x is None else f"{x:.2f}" for x in (f.value, f.peer, f.limit)),
             f.unit,
-            f"{f.ratio:.0%}",
+            *("-" if x is None else f"{x:.0%}" for x in (f.ratio, f.of_peer)),
             str(f.settings.get("rounds", "")),
         )
     Console().print(table)

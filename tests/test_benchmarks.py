@@ -22,8 +22,9 @@ def test_a_figure_is_one_json_object_a_line(capsys: pytest.CaptureFixture[str]) 
 
     there = Figure("store", 1.23456, 2.0, 4.0, settings={"rounds": 3})
     absent = Figure("find", 0.5, None, 1.0, "us")
-    show("title", [there, absent], as_json=True)
-    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    free = Figure("load", 1.0, 4.0, None)
+    show("title", [there, absent, free], as_json=True)
+    first, second, third = map(json.loads, capsys.readouterr().out.splitlines())
     assert first == {
         "name": "store",
         "value": 1.235,
@@ -31,10 +32,12 @@ def test_a_figure_is_one_json_object_a_line(capsys: pytest.CaptureFixture[str]) 
         "peer": 2.0,
         "limit": 4.0,
         "ratio": 0.309,
+        "of_peer": 0.617,
         "settings": {"rounds": 3},
     }
     assert list(second) == list(first)
     assert (second["peer"], second["unit"], second["settings"]) == (None, "us", {})
+    assert (third["limit"], third["ratio"], third["of_peer"]) == (None, None, 0.25)
 
 
 def test_people_read_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,11 +48,11 @@ def test_people_read_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the title" in told
     [row] = [line for line in told.splitlines() if "find" in line]
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
-        "find", "0.50", "-", "1.00", "us", "50%", "7",
+        "find", "0.50", "-", "1.00", "us", "50%", "-", "7",
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["fs_tier", "host_tier", "transports"])
+@pytest.mark.parametrize("name", ["device_copy", "fs_tier", "host_tier", "transports"])
 def test_each_starts_and_asks_one_question(name: str) -> None:
     done = subprocess.run(
         [sys.executable, FOLDER / f"{name}.py", "--help"],
