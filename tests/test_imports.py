@@ -37,6 +37,7 @@ FLOORS = {
     "kvstrata.peer_wire": 2,
     "kvstrata.peer_socket": 2,
     "kvstrata.api": 2,
+    "kvstrata.bulk": 2,
     "kvstrata.control": 2,
     "kvstrata.eviction": 3,
     "kvstrata.leases": 3,

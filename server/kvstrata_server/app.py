@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -26,7 +27,7 @@ from kvstrata_server.body_limit import BodyLimit
 from kvstrata_server.clock import Clock, steady_clock
 from kvstrata_server.metrics import Timing
 from kvstrata_server.plane import ControlState
-from kvstrata_server.routes import audit, health, nodes, placements, prefetches, transfers
+from kvstrata_server.routes import audit, bulk, health, nodes, placements, prefetches, transfers
 
 __all__ = ["create_app", "main"]
 
@@ -64,6 +65,7 @@ def create_app(settings: ServerSettings, clock: Clock | None = None) -> FastAPI:
     app.state.control = state
     app.openapi = lambda: openapi.document(app)  # type: ignore[method-assign]
     problems.install(app)
+    app.router.routes.extend(bulk.ROUTES)
     for module in (nodes, placements, transfers, prefetches, audit, health):
         app.include_router(module.router)
 
@@ -94,6 +96,9 @@ async def _serve(app: FastAPI, listener: socket.socket) -> None:
     # Opened here rather than by uvicorn's lifespan, whose failures end the process without a word
     # of what to change.
     async with app.router.lifespan_context(app):
+        # What is loaded now stays: the collector need not walk it over and over.
+        gc.collect()
+        gc.freeze()
         server = _Server(
             uvicorn.Config(
                 app,

@@ -18,6 +18,10 @@ other nodes that share its stores are.
 a restart, however it came about, a node that reported something SQL missed is seen to be ahead
 and asked for a snapshot, while those that SQL has entirely just go on: asking all of them would
 make every deployment of a new version cost a report of all chunks of the cluster.
+
+Where several servers share a database, what one of them is told is logged for the others
+(`changes`), who `follow` it. One that a node has just come to may not have read all that the one
+before wrote, so it waits `_LAG` before it takes a node that is ahead for one that lost something.
 """
 
 from __future__ import annotations
@@ -26,17 +30,33 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvstrata import api
-from kvstrata.errors import Expired, Malformed, Missing
+from kvstrata.bulk import BulkChange, BulkReport
+from kvstrata.errors import Busy, Expired, Malformed, Missing
 from kvstrata.keys import Key, Namespace
+from kvstrata_server.batches import KeyBatch, joined
+from kvstrata_server.changes import (
+    Entry,
+    Fenced,
+    Forgotten,
+    Heard,
+    Left,
+    LogEntry,
+    Registered,
+    Reported,
+    Seen,
+)
 from kvstrata_server.clock import Clock
 from kvstrata_server.index import HOST, LocationId
 from kvstrata_server.metrics import Metrics
 from kvstrata_server.namespaces import Namespaces
-from kvstrata_server.places import PlaceChange, Places
+from kvstrata_server.places import PlaceChange, Places, Serves
 from kvstrata_server.writer import Writer
-from kvstrata_server.writes import PutNode, SetSeq, Write
+from kvstrata_server.writes import DropNode, PutNode, SetSeq, Write
 
 __all__ = ["Cluster", "Node", "keys_of"]
+
+# How far behind each other servers that share a database may be, seconds.
+_LAG = 2.0
 
 
 RESERVED = frozenset({"any", "own"})
@@ -62,8 +82,12 @@ class Node:
     healthy: bool = True
     detail: str = ""
     snapshot_wanted: bool = False
-    staged: dict[LocationId, set[Key]] | None = None
+    staged: dict[LocationId, list[KeyBatch]] | None = None
     """Parts of a snapshot that is not complete."""
+    home: bool = False
+    """Whether its last report or registration came to this server."""
+    ahead: tuple[int, float] | None = None
+    """The node's count when it was found to be ahead of this server's, and when that was."""
 
 
 class Cluster:
@@ -77,7 +101,9 @@ class Cluster:
         metrics: Metrics,
         clock: Clock,
         heartbeat_ttl: float,
+        log_as: str = "",
     ) -> None:
+        """`log_as`: this server's name in the change log; empty: it has the database alone."""
         self.nodes: dict[str, Node] = {}
         self.places = places
         self.index = places.index
@@ -86,6 +112,15 @@ class Cluster:
         self._metrics = metrics
         self._clock = clock
         self._ttl = heartbeat_ttl
+        self._log_as = log_as
+        self._heard: set[str] = set()
+        self._started = clock()
+
+    def clear(self) -> None:
+        """Know nothing, before everything is loaded again."""
+        self.nodes.clear()
+        self.places.clear()
+        self._heard.clear()
 
     # ------------------------------------------------------------ nodes
 
@@ -155,24 +190,22 @@ class Cluster:
         if asked.id in RESERVED:
             raise Malformed(f"a node can't be named {asked.id!r}: transfers mean others by it")
         self._writer.require_room()
-        voided: list[Write] = []
-        node = self.nodes.get(asked.id)
-        if node is None:
-            node = self.nodes[asked.id] = Node(asked.id, asked.incarnation)
-        elif node.incarnation != asked.incarnation:
-            voided = self.places.void_host(node.id)
-            node.incarnation = asked.incarnation
-            node.next_seq, node.staged, node.snapshot_wanted = 0, None, False
-            node.host = None
-        elif node.gone:
-            node.snapshot_wanted = True
-        node.peer_address = asked.peer_address
-        node.transports = tuple(asked.transports)
-        node.capacity_bytes = asked.capacity_bytes
-        node.gone, node.healthy, node.detail = False, True, ""
-        node.registered = node.last_seen = self._clock()
-        node.stores = stores
-        self._writer.put(*voided, self._row(node), *self.places.attach(node.id, stores))
+        entry = Registered(
+            asked.id,
+            asked.incarnation,
+            self._clock(),
+            asked.peer_address,
+            asked.transports,
+            asked.capacity_bytes,
+            stores,
+        )
+        writes = self._enroll(entry)
+        node = self.nodes[asked.id]
+        node.last_seen, node.home = entry.registered, True
+        if self._log_as:
+            writes.append(self._logged(entry))
+            writes = [Fenced(node.id, node.incarnation, writes, registered=entry.registered)]
+        self._writer.put(*writes)
         return api.RegistrationReply(
             node=node.id,
             incarnation=node.incarnation,
@@ -180,43 +213,113 @@ class Cluster:
             next_seq=node.next_seq,
         )
 
+    def _enroll(self, entry: Registered) -> list[Write]:
+        voided: list[Write] = []
+        node = self.nodes.get(entry.node)
+        if node is None:
+            node = self.nodes[entry.node] = Node(entry.node, entry.incarnation)
+        elif node.incarnation != entry.incarnation:
+            voided = self.places.void_host(node.id)
+            node.incarnation = entry.incarnation
+            node.next_seq, node.staged, node.snapshot_wanted = 0, None, False
+            node.host = node.ahead = None
+        elif node.gone:
+            node.snapshot_wanted = True
+        node.peer_address = entry.peer_address
+        node.transports = tuple(entry.transports)
+        node.capacity_bytes = entry.capacity_bytes
+        node.gone, node.healthy, node.detail = False, True, ""
+        node.registered = entry.registered
+        node.stores = dict(entry.stores)
+        return [*voided, self._row(node), *self.places.attach(node.id, node.stores)]
+
     def deregister(self, node_id: str, incarnation: str | None) -> Node:
         node = self.require(node_id)
         if incarnation is not None:
             self.require_current(node_id, incarnation)
         self._writer.require_room()
-        node.gone, node.staged = True, None
-        self._writer.put(*self.places.void_host(node.id), self._row(node))
+        writes = self._leave(node)
+        if self._log_as:
+            writes.append(self._logged(Left(node.id, node.incarnation)))
+            writes = [Fenced(node.id, node.incarnation, writes)]
+        self._writer.put(*writes)
         return node
+
+    def _leave(self, node: Node) -> list[Write]:
+        node.gone, node.staged = True, None
+        return [*self.places.void_host(node.id), self._row(node)]
 
     def heartbeat(self, node_id: str, beat: api.HeartbeatRequest) -> api.HeartbeatReply:
         node = self.require_current(node_id, beat.incarnation)
-        node.last_seen = self._clock()
+        self._hear(node)
         node.host, node.healthy, node.detail = beat.host, beat.healthy, beat.detail
-        if beat.next_seq is not None and beat.next_seq > node.next_seq:
+        if beat.next_seq is not None and self._lost(node, beat.next_seq):
             node.staged, node.snapshot_wanted = None, True
         return api.HeartbeatReply(snapshot_wanted=node.snapshot_wanted)
 
+    def _hear(self, node: Node) -> None:
+        node.last_seen = self._clock()
+        self._heard.add(node.id)
+
+    def _lost(self, node: Node, next_seq: int) -> bool:
+        """Whether reports of the node were lost: it is at `next_seq`, and this server is not."""
+        if next_seq <= node.next_seq:
+            node.ahead = None
+            return False
+        if node.home or not self._log_as:
+            return True
+        if node.ahead is None or node.next_seq >= node.ahead[0]:
+            node.ahead = next_seq, self._clock()
+        return self._clock() - node.ahead[1] > _LAG
+
+    def forget_old(self, retention: float) -> list[str]:
+        """Remove nodes that have been away for longer; returns their ids.
+
+        What they put into stores that others have attached is still offered by those.
+        """
+        now = self._clock()
+        away = [
+            node.id
+            for node in self.nodes.values()
+            if now - max(node.last_seen or 0.0, node.registered, self._started) > retention
+        ]
+        for node_id in away:
+            writes = [*self._forget(node_id), DropNode(node_id)]
+            if self._log_as:
+                writes.append(self._logged(Forgotten(node_id)))
+            self._writer.put(*writes)
+        return away
+
+    def _forget(self, node_id: str) -> list[Write]:
+        self.nodes.pop(node_id, None)
+        self._heard.discard(node_id)
+        return self.places.forget(node_id, self._attached)
+
     # ------------------------------------------------------------ placements
 
-    def report(self, node_id: str, report: api.Report) -> api.ReportReply:
+    def report(self, node_id: str, report: api.Report | BulkReport) -> api.ReportReply:
         node = self.require_current(node_id, report.incarnation)
         if report.seq < node.next_seq:
             self._metrics.reports.labels("repeated").inc()
         elif not self._continues(node, report):
+            if report.seq > node.next_seq and not self._lost(node, report.seq):
+                raise Busy(
+                    f"node {node.id!r} comes from another server, whose last words about it are "
+                    "not read yet: send this again in a moment"
+                )
             node.staged, node.snapshot_wanted = None, True
             self._metrics.reports.labels("gap").inc()
         else:
             self._apply(node, report)
             self._metrics.reports.labels("applied").inc()
             return api.ReportReply(applied=True, next_seq=node.next_seq)
-        node.last_seen = self._clock()
+        self._hear(node)
         return api.ReportReply(
             applied=False, next_seq=node.next_seq, snapshot_wanted=node.snapshot_wanted
         )
 
     @staticmethod
-    def _continues(node: Node, report: api.Report) -> bool:
+    def _continues(node: Node, report: api.Report | BulkReport) -> bool:
         if report.snapshot in ("first", "only"):
             return True
         if report.seq != node.next_seq:
@@ -225,36 +328,86 @@ class Cluster:
             return node.staged is None and not node.snapshot_wanted
         return node.staged is not None
 
-    def _apply(self, node: Node, report: api.Report) -> None:
+    def _apply(self, node: Node, report: api.Report | BulkReport) -> None:
         """All of it or, if something is wrong with the report, nothing."""
-        changes = [
-            PlaceChange(
-                self._location(node, change.location),
-                keys_of(change.added),
-                keys_of(change.removed),
-            )
-            for change in report.changes
-        ]
+        changes = self._changes(node, report)
         documents = [Namespace.parse(document.encode()) for document in report.namespaces]
         self._writer.require_room()
         writes = self.namespaces.learn(documents)
-        writes += self.namespaces.mention(key for change in changes for key in change.added)
+        mentioned = [self.index.families.namespaces(change.added) for change in changes]
+        writes += self.namespaces.mention(set().union(*mentioned))
         node.next_seq = report.seq + 1
-        node.last_seen = self._clock()
+        node.home, node.ahead = True, None
+        self._hear(node)
         if report.snapshot == "no":
-            writes += self.places.apply(changes)
-        else:
-            if node.staged is None or report.snapshot in ("first", "only"):
-                node.staged = {}  # for `more` and `last` it is there: see _continues
-            for change in changes:
-                node.staged.setdefault(change.location, set()).update(change.added)
-            if report.snapshot in ("last", "only"):
-                writes += self.places.replace(node.id, node.staged, self._attached)
-                node.staged, node.snapshot_wanted = None, False
-        if node.staged is None:
-            # Not between the parts of a snapshot: half of one is worth nothing after a restart.
-            writes.append(SetSeq(node.id, node.incarnation, node.next_seq))
-        self._writer.put(*writes)
+            placed = self.places.apply(changes)
+            self._put(node, report.namespaces, writes, placed, changes, snapshot=False)
+            return
+        if node.staged is None or report.snapshot in ("first", "only"):
+            node.staged = {}  # for `more` and `last` it is there: see _continues
+        for change in changes:
+            node.staged.setdefault(change.location, []).append(change.added)
+        if report.snapshot in ("first", "more"):
+            # Not the number: half of a snapshot is worth nothing after a restart.
+            self._writer.put(*writes)
+            return
+        held = {location: joined(parts) for location, parts in node.staged.items()}
+        node.staged, node.snapshot_wanted = None, False
+        placed = self.places.replace(node.id, held, self._attached, rewrite=bool(self._log_as))
+        nothing = self.index.families.of_keys(())
+        whole = [PlaceChange(location, keys, nothing) for location, keys in held.items()]
+        self._put(node, report.namespaces, writes, placed, whole, snapshot=True)
+
+    def _put(
+        self,
+        node: Node,
+        documents: Sequence[str],
+        writes: list[Write],
+        placed: list[Write],
+        changes: Sequence[PlaceChange],
+        snapshot: bool,
+    ) -> None:
+        """As one change, with the number of the report."""
+        placed.append(SetSeq(node.id, node.incarnation, node.next_seq))
+        if self._log_as:
+            runs = self.index.families.runs
+            entry = Reported(
+                node.id,
+                node.incarnation,
+                node.next_seq,
+                snapshot,
+                [
+                    BulkChange(self._name(c.location), runs(c.added), runs(c.removed))
+                    for c in changes
+                ],
+                list(documents),
+            )
+            placed.append(self._logged(entry))
+            placed = [Fenced(node.id, node.incarnation, placed, next_seq=node.next_seq)]
+        self._writer.put(*writes, *placed)
+
+    def _changes(self, node: Node, report: api.Report | BulkReport) -> list[PlaceChange]:
+        families = self.index.families
+        if isinstance(report, BulkReport):
+            return [
+                PlaceChange(
+                    self._location(node, change.location),
+                    families.of_runs(change.added),
+                    families.of_runs(change.removed),
+                )
+                for change in report.changes
+            ]
+        return [
+            PlaceChange(
+                self._location(node, change.location),
+                families.of_hex(change.added),
+                families.of_hex(change.removed),
+            )
+            for change in report.changes
+        ]
+
+    def _name(self, location: LocationId) -> str:
+        return self.places.describe(location)[1] or HOST
 
     def _location(self, node: Node, name: str) -> LocationId:
         store = None if name == HOST else name
@@ -265,13 +418,97 @@ class Cluster:
             )
         return self.places.location(node.id, store)
 
-    def reach(self, among: Iterable[Node]) -> dict[LocationId, list[tuple[str, str]]]:
+    def reach(self, among: Iterable[Node]) -> Serves:
         """Which of these nodes can serve what lies at each location, and as which tier."""
         return self.places.reach((node.id, node.stores) for node in among)
 
     def _attached(self, node_id: str, store: str) -> bool:
-        node = self.nodes[node_id]
-        return not node.gone and store in node.stores
+        node = self.nodes.get(node_id)
+        return node is not None and not node.gone and store in node.stores
+
+    # ------------------------------------------------------------ other servers
+
+    def tell_who_is_there(self) -> None:
+        """Log the nodes that were heard since the last call; to be called a few times a second."""
+        heard, self._heard = self._heard, set()
+        if not self._log_as or not heard:
+            return
+        nodes = [
+            Heard(
+                node.id,
+                node.incarnation,
+                self.age(node),
+                *((h.used_bytes, h.capacity_bytes, h.chunks) if (h := node.host) else (0, 0, 0)),
+                node.healthy,
+                node.detail,
+            )
+            for node in map(self.nodes.__getitem__, heard)
+            if not node.gone
+        ]
+        self._writer.put(self._logged(Seen(nodes)))
+
+    def follow(self, entry: Entry) -> None:
+        """What another server was told. Older news than this one has is left aside."""
+        match entry:
+            case Registered():
+                node = self.nodes.get(entry.node)
+                if node is None or node.registered <= entry.registered:
+                    self._enroll(entry)
+                    node = self.nodes[entry.node]
+                    node.last_seen, node.home = self._clock(), False
+            case Left():
+                node = self.nodes.get(entry.node)
+                if node is not None and node.incarnation == entry.incarnation:
+                    self._leave(node)
+            case Reported():
+                self._follow_report(entry)
+            case Seen():
+                for heard in entry.nodes:
+                    self._follow_heard(heard)
+            case Forgotten():
+                self._forget(entry.node)
+
+    def _follow_report(self, entry: Reported) -> None:
+        node = self.nodes.get(entry.node)
+        if node is None or node.incarnation != entry.incarnation:
+            return
+        if entry.next_seq <= node.next_seq:
+            return
+        families, known = self.index.families, self.places.locations(node.id)
+        changes = [
+            PlaceChange(
+                known[None if change.location == HOST else change.location],
+                families.of_runs(change.added),
+                families.of_runs(change.removed, intern=False),
+            )
+            for change in entry.changes
+        ]
+        self.namespaces.learn([Namespace.parse(text.encode()) for text in entry.namespaces])
+        for change in changes:
+            self.namespaces.mention(families.namespaces(change.added))
+        if entry.snapshot:
+            self.places.replace(node.id, {c.location: c.added for c in changes}, self._attached)
+            node.snapshot_wanted = False
+        else:
+            self.places.apply(changes)
+        node.next_seq, node.staged, node.home = entry.next_seq, None, False
+
+    def _follow_heard(self, heard: Heard) -> None:
+        node = self.nodes.get(heard.node)
+        if node is None or node.incarnation != heard.incarnation:
+            return
+        seen = self._clock() - heard.age
+        if node.last_seen is None or seen > node.last_seen:
+            node.last_seen = seen
+            node.healthy, node.detail = heard.healthy, heard.detail
+            node.host = api.HostUse(
+                used_bytes=heard.used_bytes,
+                capacity_bytes=heard.capacity_bytes,
+                chunks=heard.chunks,
+            )
+
+    def _logged(self, entry: Entry) -> Write:
+        return LogEntry(self._log_as, self._clock(), entry)
 
     def _row(self, node: Node) -> PutNode:
         return PutNode(

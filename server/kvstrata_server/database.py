@@ -11,16 +11,28 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, Executable, event
+from sqlalchemy import Connection, Executable, event, text
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, InvalidRequestError, NoSuchModuleError, OperationalError
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.exc import (
+    ArgumentError,
+    DBAPIError,
+    InterfaceError,
+    InvalidRequestError,
+    NoSuchModuleError,
+    OperationalError,
+)
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from kvstrata.errors import ConfigError
 
-__all__ = ["Database", "alembic_config", "migrations_dir"]
+__all__ = ["Database", "alembic_config", "may_pass", "migrations_dir"]
 
 _STREAM_ROWS = 10_000
+# Any number that nothing else in the database locks: "kvstrata" in ASCII.
+_LOCK = text("SELECT pg_advisory_xact_lock(7743121206571627617)")
+
+# Classes of PostgreSQL's SQLSTATE: connection, rollback, resources, intervention, system.
+_PASSING = frozenset({"08", "40", "53", "55", "57", "58"})
 
 
 def migrations_dir() -> Path:
@@ -51,13 +63,18 @@ class Database:
         except (ArgumentError, InvalidRequestError, NoSuchModuleError, ImportError) as e:
             raise ConfigError(
                 f"server.database: {str(e).rstrip('.')}. Write an address with an async driver "
-                "that is installed, as in sqlite+aiosqlite:///kvstrata.sqlite"
+                "that is installed, as in sqlite+aiosqlite:///kvstrata.sqlite or "
+                "postgresql+asyncpg://user@host/kvstrata"
             ) from e
         self._lock: int | None = None
         backend = self._url.get_backend_name()
         if backend not in ("sqlite", "postgresql"):
-            raise ConfigError(f"server.database: {backend} is not supported; use sqlite")
-        if backend == "sqlite":
+            raise ConfigError(
+                f"server.database: {backend} is not supported; use sqlite or postgresql"
+            )
+        self.shared = backend == "postgresql"
+        """Whether other servers may use it at the same time."""
+        if not self.shared:
             event.listen(
                 self.engine.sync_engine, "connect", partial(_set_pragmas, int(busy_timeout * 1000))
             )
@@ -72,18 +89,24 @@ class Database:
         self._claim()
         try:
             async with self.engine.begin() as connection:
+                await self.lock(connection)
                 await connection.run_sync(_upgrade)
-        except OperationalError as e:
+        except (DBAPIError, OSError) as e:
             raise ConfigError(
-                f"server.database {self.shown} can't be opened: {e.orig}. "
+                f"server.database {self.shown} can't be opened: {getattr(e, 'orig', e)}. "
                 "May this user read and write it?"
             ) from e
+
+    async def lock(self, connection: AsyncConnection) -> None:
+        """In a transaction: be the only server that writes until its end."""
+        if self.shared:
+            await connection.execute(_LOCK)
 
     def _claim(self) -> None:
         """Keep a second server off the file: each has an index of its own, and would not see
         what the other one wrote. The claim ends with the process, however it ends."""
         path = self._url.database
-        if self._url.get_backend_name() != "sqlite" or not path or path == ":memory:":
+        if self.shared or not path or path == ":memory:":
             return
         if self._lock is not None:
             return
@@ -120,6 +143,16 @@ class Database:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether the database may take the same statement later: it is locked, full, away."""
+    if isinstance(error, OperationalError | InterfaceError | OSError | TimeoutError):
+        return True
+    if isinstance(error, DBAPIError):
+        state = getattr(error.orig, "sqlstate", None) or ""
+        return error.connection_invalidated or state[:2] in _PASSING
+    return False
 
 
 def _upgrade(connection: Connection) -> None:

@@ -1,30 +1,83 @@
 """Who holds which chunk: the in-process index that lookups are served from.
 
 A location is what one node reported about its host memory or about one store. Per chunk the
-index keeps the set of locations that hold it. Few different sets exist, so each is kept once
-and shared: a chunk costs a pointer, and a lookup of a prefix falls into runs of one set each.
+index keeps the number of the set of locations that hold it; few different sets exist, each is
+kept once, and a lookup of a prefix falls into runs of one set each. Per location it keeps a
+bitmap of the chunks there. Ten million placements take about 0.7 GB, and no objects.
+
+What changes is returned as `Added` and `Removed`, with everything that SQL needs: chunks have
+numbers there (`ids`), by which placements name them.
 
 It knows nothing of time, SQL or HTTP. All calls are synchronous and work on batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from pyroaring import BitMap
 
 from kvstrata.keys import Key
+from kvstrata_server.batches import Families, KeyBatch, KeyRows, Numbers
+from kvstrata_server.table import NOBODY, ChunkTable, Slots
 
-__all__ = ["HOST", "LocationId", "PlacementIndex", "Reach", "Tallied"]
+__all__ = [
+    "HOST",
+    "Added",
+    "ChunkIds",
+    "Holders",
+    "LocationId",
+    "PlacementIndex",
+    "Reach",
+    "Removed",
+    "Tallied",
+]
 
 HOST = "host"
 
 LocationId = int
-Holders = frozenset[LocationId]
+Holders = tuple[LocationId, ...]
+"""Locations, ascending."""
 
-Reach = Mapping[LocationId, Sequence[tuple[str, str]]]
-"""Which nodes can serve what lies at a location, and as which tier: (node, tier) pairs."""
+ChunkIds = npt.NDArray[np.int64]
 
-_NOBODY: Holders = frozenset()
+
+class Reach(Protocol):
+    """Which nodes can serve what lies at a location, and as which tier: (node, tier) pairs."""
+
+    def get(
+        self, location: LocationId, default: Sequence[tuple[str, str]], /
+    ) -> Sequence[tuple[str, str]]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Added:
+    """Chunks that are now at `location`, and those of them that SQL has no row for (`chunks`;
+    positions are into `chunk_ids`)."""
+
+    location: LocationId
+    ids: ChunkIds
+    chunk_ids: ChunkIds
+    chunks: Sequence[KeyRows]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Removed:
+    """Chunks that are no longer at `location`."""
+
+    location: LocationId
+    ids: ChunkIds
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
 
 @dataclass(slots=True)
@@ -38,88 +91,46 @@ class Tallied:
 
 
 class PlacementIndex:
-    """Chunk -> the locations that hold it, and location -> its chunks."""
+    """Chunk -> the locations that hold it, and location -> its chunks.
 
-    def __init__(self) -> None:
-        self._holders: dict[Key, Holders] = {}
-        self._keys: dict[LocationId, set[Key]] = {}
-        self._shared: dict[Holders, Holders] = {}
-        self._shared_limit = 1024
+    `shared_ids`: chunks are numbered in SQL by their hash, which several servers agree on
+    without asking each other, instead of by their slot here, which lets SQLite append.
+    """
+
+    def __init__(self, shared_ids: bool = False) -> None:
+        self.families = Families()
+        self._table = ChunkTable(self.families)
+        self._sets = _Sets()
+        self._at: dict[LocationId, BitMap] = {}
+        self._placements = 0
+        self._shared_ids = shared_ids
 
     def __len__(self) -> int:
         """Chunks held anywhere."""
-        return len(self._holders)
+        return len(self._table)
 
     @property
     def placements(self) -> int:
         """(chunk, location) pairs."""
-        return sum(len(keys) for keys in self._keys.values())
+        return self._placements
 
-    def keys_at(self, location: LocationId) -> Set[Key]:
-        return self._keys.get(location, set())
+    # ------------------------------------------------------------ to read
 
-    def add(self, location: LocationId, keys: Iterable[Key]) -> list[Key]:
-        """Returns those that were not there yet."""
-        mine = self._keys.setdefault(location, set())
-        new = [key for key in dict.fromkeys(keys) if key not in mine]
-        mine.update(new)
-        # Within a batch most chunks go from one set to the same other one.
-        seen: dict[Holders, Holders] = {}
-        holders = self._holders
-        for key in new:
-            before = holders.get(key, _NOBODY)
-            after = seen.get(before)
-            if after is None:
-                after = seen[before] = self._share(before | {location})
-            holders[key] = after
-        return new
+    def holders(self, keys: KeyBatch | Sequence[Key]) -> list[Holders]:
+        """The locations of each key; whether their nodes are up is another matter."""
+        return [self._sets[n] for n in self._numbers(keys).tolist()]
 
-    def remove(self, location: LocationId, keys: Iterable[Key]) -> list[Key]:
-        """Returns those that were there."""
-        mine = self._keys.get(location)
-        if not mine:
-            return []
-        old = [key for key in dict.fromkeys(keys) if key in mine]
-        mine.difference_update(old)
-        seen: dict[Holders, Holders] = {}
-        holders = self._holders
-        for key in old:
-            before = holders[key]
-            after = seen.get(before)
-            if after is None:
-                after = seen[before] = self._share(before - {location})
-            if after:
-                holders[key] = after
-            else:
-                del holders[key]
-        return old
-
-    def replace(self, location: LocationId, keys: Set[Key]) -> tuple[list[Key], list[Key]]:
-        """Make `keys` all that is there. Returns (added, removed)."""
-        removed = self.remove(location, self.keys_at(location) - keys)
-        return self.add(location, keys), removed
-
-    def clear(self, location: LocationId) -> list[Key]:
-        """Forget all that is there. Returns it."""
-        removed = self.remove(location, list(self.keys_at(location)))
-        self._keys.pop(location, None)
-        return removed
-
-    def holders(self, keys: Iterable[Key]) -> list[Holders]:
-        return [self._holders.get(key, _NOBODY) for key in keys]
-
-    def tally(self, keys: Sequence[Key], reach: Reach) -> dict[str, Tallied]:
+    def tally(self, keys: KeyBatch | Sequence[Key], reach: Reach) -> dict[str, Tallied]:
         """Per node that `reach` names and that can serve any of `keys`, how many.
 
         A prefix is counted over any mix of a node's tiers, and per tier by itself.
         """
         found: dict[str, Tallied] = {}
-        nodes_of: dict[Holders, list[tuple[str, set[str]]]] = {}
-        position = 0
-        for holders, length in _runs(self.holders(keys)):
-            nodes = nodes_of.get(holders)
+        nodes_of: dict[int, list[tuple[str, set[str]]]] = {}
+        for number, position, length in _runs(self._numbers(keys)):
+            nodes = nodes_of.get(number)
             if nodes is None:
-                nodes = nodes_of[holders] = _reached(holders, reach)
+                nodes = nodes_of[number] = _reached(self._sets[number], reach)
             for node, tiers in nodes:
                 tallied = found.setdefault(node, Tallied())
                 tallied.found += length
@@ -130,32 +141,223 @@ class PlacementIndex:
                     count[0] += length
                     if count[1] == position:
                         count[1] += length
-            position += length
         return found
 
-    def _share(self, holders: Holders) -> Holders:
-        shared = self._shared.setdefault(holders, holders)
-        if len(self._shared) > self._shared_limit:
-            # Sets nobody uses any more pile up as nodes come and go.
-            self._shared = {used: used for used in set(self._holders.values())}
-            self._shared[shared] = shared
-            self._shared_limit = max(1024, 2 * len(self._shared))
-        return shared
+    def count_at(self, location: LocationId) -> int:
+        return len(self._at.get(location, ()))
+
+    def keys_at(self, location: LocationId) -> list[Key]:
+        """In no order that means anything."""
+        return [key for part in self.dump_of(location) for key in part]
+
+    def dump_of(self, location: LocationId, size: int = 10_000) -> Iterator[list[Key]]:
+        """What is at a location when this is called, in parts; what leaves meanwhile may lack."""
+        slots = _slots(self._at.get(location, BitMap()))
+        for start in range(0, len(slots), size):
+            part = slots[start : start + size]
+            part = part[self._holds(part, location)]
+            yield self.families.keys(*self._table.key_parts(part))
+
+    def dump(self, size: int = 10_000) -> Iterator[tuple[LocationId, list[Key]]]:
+        """All placements, in parts of one location each."""
+        for location in list(self._at):
+            for part in self.dump_of(location, size):
+                yield location, part
+
+    def batch_at(self, location: LocationId) -> KeyBatch:
+        families, words = self._table.key_parts(_slots(self._at.get(location, BitMap())))
+        return KeyBatch(families, words, self.families.hashes(families, words))
+
+    # ------------------------------------------------------------ to change
+
+    def add(self, location: LocationId, keys: KeyBatch | Sequence[Key]) -> Added:
+        """Returns those that were not there yet."""
+        slots, fresh = self._table.assign(self._batch(keys))
+        return self._added(location, np.unique(slots), fresh)
+
+    def remove(self, location: LocationId, keys: KeyBatch | Sequence[Key]) -> Removed:
+        """Returns those that were there."""
+        slots = self._table.find(self._batch(keys, intern=False))
+        return self._removed(location, np.unique(slots[slots >= 0]))
+
+    def replace(
+        self, location: LocationId, keys: KeyBatch | Sequence[Key]
+    ) -> tuple[Added, Removed]:
+        """Make `keys` all that is there. To be written in this order: numbers are used again."""
+        slots, fresh = self._table.assign(self._batch(keys))
+        wanted = _bitmap(np.unique(slots))
+        before = self._at.get(location, BitMap())
+        added = self._added(location, _slots(wanted - before), fresh)
+        return added, self._removed(location, _slots(before - wanted))
+
+    def clear(self, location: LocationId) -> Removed:
+        """Forget all that is there. Returns it."""
+        removed = self._removed(location, _slots(self._at.get(location, BitMap())))
+        self._at.pop(location, None)
+        return removed
+
+    # ------------------------------------------------------------ to load from SQL
+
+    def load_chunks(self, ids: ChunkIds, keys: KeyBatch) -> None:
+        """Rows of chunks that placements name, each once."""
+        if len(ids):
+            self._table.put_at(ids, keys)
+
+    def load_placements(self, location: LocationId, ids: ChunkIds) -> None:
+        """After the chunks. What has no row of its own is left out."""
+        self._enter(location, self._table.live(np.unique(ids)))
+
+    def loaded(self) -> None:
+        """That was all: numbers in between may be used."""
+        self._table.reclaim()
+
+    # ------------------------------------------------------------ inside
+
+    def _batch(self, keys: KeyBatch | Sequence[Key], intern: bool = True) -> KeyBatch:
+        return keys if isinstance(keys, KeyBatch) else self.families.of_keys(keys, intern)
+
+    def _numbers(self, keys: KeyBatch | Sequence[Key]) -> Numbers:
+        """Number of the set of holders, per key."""
+        slots = self._table.find(self._batch(keys, intern=False))
+        numbers = self._table.holders(np.maximum(slots, 0))
+        numbers[slots < 0] = NOBODY
+        return numbers
+
+    def _holds(self, slots: Slots, location: LocationId) -> npt.NDArray[np.bool_]:
+        different, inverse = np.unique(self._table.holders(slots), return_inverse=True)
+        held = [location in self._sets[n] for n in different.tolist()]
+        return np.array(held, bool)[inverse]
+
+    def _ids(self, slots: Slots) -> ChunkIds:
+        if not self._shared_ids:
+            return slots
+        return (self._table.hashes(slots) >> np.uint64(1)).astype(np.int64)
+
+    def _added(self, location: LocationId, slots: Slots, fresh: Slots) -> Added:
+        new = self._enter(location, slots)
+        if self._shared_ids:
+            fresh = new  # another server may just have dropped the row of a chunk known here
+        chunks = tuple(self.families.rows(*self._table.key_parts(fresh)))
+        return Added(location, self._ids(new), self._ids(fresh), chunks)
+
+    def _enter(self, location: LocationId, slots: Slots) -> Slots:
+        """`slots` are distinct. Returns those that were not there yet."""
+        before = self._table.holders(slots)
+        after = self._moved(before, self._sets.with_(location))
+        new: Slots = slots[after != before]
+        if len(new):
+            self._table.set_holders(new, after[after != before])
+            at = self._at.get(location)
+            if at is None:
+                self._at[location] = _bitmap(new)
+            else:
+                at |= _bitmap(new)
+            self._placements += len(new)
+            self._sets.sweep(self._table)
+        return new
+
+    def _removed(self, location: LocationId, slots: Slots) -> Removed:
+        """`slots` are distinct."""
+        before = self._table.holders(slots)
+        after = self._moved(before, self._sets.without(location))
+        old = slots[after != before]
+        after = after[after != before]
+        removed = Removed(location, self._ids(old))
+        if len(old):
+            self._at[location] -= _bitmap(old)
+            self._placements -= len(old)
+            self._table.set_holders(old, after)
+            self._table.free(old[after == NOBODY])
+            self._sets.sweep(self._table)
+        return removed
+
+    @staticmethod
+    def _moved(before: Numbers, change: _Change) -> Numbers:
+        # Within a batch most chunks go from one set to the same other one.
+        different, inverse = np.unique(before, return_inverse=True)
+        return np.array([change(n) for n in different.tolist()], np.uint32)[inverse]
 
 
-def _runs(holders: Iterable[Holders]) -> Iterator[tuple[Holders, int]]:
-    """Neighbours with the same holders, counted."""
-    current: Holders | None = None
-    length = 0
-    for each in holders:
-        if each is current or each == current:
-            length += 1
-            continue
-        if current is not None:
-            yield current, length
-        current, length = each, 1
-    if current is not None:
-        yield current, length
+class _Change(Protocol):
+    def __call__(self, number: int, /) -> int: ...
+
+
+class _Sets:
+    """Sets of locations and their numbers. Tuples of numbers: nothing for the collector."""
+
+    def __init__(self) -> None:
+        self._sets: list[Holders | None] = [()]
+        self._numbers: dict[Holders, int] = {(): NOBODY}
+        self._free: list[int] = []
+        self._limit = 1024
+
+    def __getitem__(self, number: int) -> Holders:
+        return self._sets[number] or ()
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def with_(self, location: LocationId) -> _Change:
+        def change(number: int) -> int:
+            holders = self[number]
+            if location in holders:
+                return number
+            return self._number(tuple(sorted((*holders, location))))
+
+        return change
+
+    def without(self, location: LocationId) -> _Change:
+        def change(number: int) -> int:
+            holders = self[number]
+            if location not in holders:
+                return number
+            return self._number(tuple(each for each in holders if each != location))
+
+        return change
+
+    def _number(self, holders: Holders) -> int:
+        number = self._numbers.get(holders)
+        if number is None:
+            if self._free:
+                number = self._free.pop()
+                self._sets[number] = holders
+            else:
+                number = len(self._sets)
+                self._sets.append(holders)
+            self._numbers[holders] = number
+        return number
+
+    def sweep(self, table: ChunkTable) -> None:
+        """Sets nobody uses any more pile up as chunks and nodes come and go."""
+        if len(self._numbers) <= self._limit:
+            return
+        used = np.zeros(len(self._sets), bool)
+        used[table.all_holders()] = True
+        used[NOBODY] = True
+        for number in np.flatnonzero(~used).tolist():
+            holders = self._sets[number]
+            if holders is not None:
+                self._sets[number] = None
+                del self._numbers[holders]
+                self._free.append(number)
+        self._limit = max(1024, 2 * len(self._numbers))
+
+
+def _bitmap(slots: Slots) -> BitMap:
+    return BitMap(array.array("I", slots.astype(np.uint32).tobytes()))
+
+
+def _slots(bitmap: BitMap) -> Slots:
+    return np.frombuffer(bitmap.to_array(), np.uint32).astype(np.int64)
+
+
+def _runs(numbers: Numbers) -> Iterator[tuple[int, int, int]]:
+    """Neighbours of one number: (number, position, length)."""
+    if not len(numbers):
+        return
+    starts = np.flatnonzero(np.concatenate([[True], numbers[1:] != numbers[:-1]]))
+    lengths = np.diff(np.append(starts, len(numbers)))
+    yield from zip(numbers[starts].tolist(), starts.tolist(), lengths.tolist(), strict=True)
 
 
 def _reached(holders: Holders, reach: Reach) -> list[tuple[str, set[str]]]:

@@ -4,6 +4,9 @@
     nodes ── locations        what one node reports about its host, or about one store
                │     └─ stores    a mount or bucket that several nodes may share
                └─ placements   one chunk at one location
+                     └─ chunks
+    hot_prefixes              what lookups found most often
+    change_log                what the servers that share a database tell each other
     transfers ── transfer_chunks
     api_tokens                who may ask, as hashes
     audit_log                 who changed what
@@ -11,6 +14,11 @@
 A store that two nodes share has a location for each: who reported a chunk matters when one of
 them sends a snapshot, which must not drop what only the other one knows. A chunk is identified
 by (namespace, chunk) with `chunk` = group (4 B) + hash; together they are the key.
+
+`placements` name chunks by number, so that a row takes ten bytes and SQLite appends it. In SQLite
+a chunk's number is its slot in the index of the one server, used again once nobody holds the
+chunk; a row of `chunks` that no placement names means nothing. Servers that share PostgreSQL
+take 63 bits of a hash of the key, which needs no agreement.
 """
 
 from __future__ import annotations
@@ -23,7 +31,6 @@ from sqlalchemy import (
     Boolean,
     Double,
     ForeignKey,
-    Index,
     Integer,
     LargeBinary,
     MetaData,
@@ -35,6 +42,9 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 __all__ = [
     "AuditRow",
     "Base",
+    "ChangeRow",
+    "ChunkRow",
+    "HotPrefixRow",
     "LocationRow",
     "NamespaceRow",
     "NodeRow",
@@ -44,6 +54,10 @@ __all__ = [
     "TransferChunkRow",
     "TransferRow",
 ]
+
+
+# SQLite numbers rows by a column of the type INTEGER only.
+_BIG_ID = BigInteger().with_variant(Integer, "sqlite")
 
 
 class Base(DeclarativeBase):
@@ -92,7 +106,7 @@ class LocationRow(Base):
     __tablename__ = "locations"
     __table_args__ = (UniqueConstraint("node_id", "store_id"),)
 
-    id: Mapped[int] = mapped_column(Integer, primary_key=True)
+    id: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     node_id: Mapped[str] = mapped_column(ForeignKey("nodes.id"))
     store_id: Mapped[str | None] = mapped_column(ForeignKey("stores.id"))
     """NULL: the node's host memory."""
@@ -100,16 +114,48 @@ class LocationRow(Base):
     """Whether the node has the store attached now, and so can serve all that is in it."""
 
 
+class ChunkRow(Base):
+    __tablename__ = "chunks"
+
+    id: Mapped[int] = mapped_column(_BIG_ID, primary_key=True, autoincrement=False)
+    namespace: Mapped[bytes] = mapped_column(LargeBinary(16), ForeignKey("namespaces.digest"))
+    chunk: Mapped[bytes] = mapped_column(LargeBinary(36))
+
+
 class PlacementRow(Base):
     __tablename__ = "placements"
     # Clustered by the primary key: one B-tree instead of two.
-    __table_args__ = (Index(None, "namespace", "chunk"), {"sqlite_with_rowid": False})
+    __table_args__ = ({"sqlite_with_rowid": False},)
 
     location_id: Mapped[int] = mapped_column(ForeignKey("locations.id"), primary_key=True)
-    namespace: Mapped[bytes] = mapped_column(
-        LargeBinary(16), ForeignKey("namespaces.digest"), primary_key=True
-    )
+    chunk_id: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    """Of `chunks`; not declared, since checking it would cost more than the row."""
+
+
+class HotPrefixRow(Base):
+    __tablename__ = "hot_prefixes"
+    __table_args__ = ({"sqlite_with_rowid": False},)
+
+    namespace: Mapped[bytes] = mapped_column(LargeBinary(16), primary_key=True)
     chunk: Mapped[bytes] = mapped_column(LargeBinary(36), primary_key=True)
+    """The last chunk of the prefix; its hash covers all before it."""
+    chunks: Mapped[int] = mapped_column(BigInteger)
+    """Length of the prefix."""
+    nodes: Mapped[int] = mapped_column(Integer)
+    """How many could serve all of it when it was last asked for."""
+    hits: Mapped[int] = mapped_column(BigInteger)
+    last_hit: Mapped[float] = mapped_column(Double, index=True)
+
+
+class ChangeRow(Base):
+    __tablename__ = "change_log"
+
+    id: Mapped[int] = mapped_column(_BIG_ID, primary_key=True, autoincrement=True)
+    server: Mapped[str] = mapped_column(String(32))
+    """Who wrote it: the process, not the machine."""
+    time: Mapped[float] = mapped_column(Double, index=True)
+    entry: Mapped[bytes] = mapped_column(LargeBinary)
+    """msgpack, see `changes`."""
 
 
 class TransferRow(Base):

@@ -33,10 +33,10 @@ class Namespaces:
                 new.append(PutNamespace(namespace.digest, namespace.document))
         return new
 
-    def mention(self, keys: Iterable[Key]) -> list[Write]:
-        """The rows that placements of these keys refer to, where they are not there yet."""
+    def mention(self, digests: Iterable[bytes]) -> list[Write]:
+        """The rows that chunks of these namespaces refer to, where they are not there yet."""
         new: list[Write] = []
-        for digest in {key[:DIGEST_BYTES] for key in keys}:
+        for digest in digests:
             if digest not in self._known:
                 self._known[digest] = None
                 new.append(PutNamespace(digest, None))

@@ -11,25 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstrata.keys import Key
-from kvstrata_server.index import HOST, LocationId, PlacementIndex
-from kvstrata_server.writes import (
-    AddPlacements,
-    ClearPlacements,
-    DropPlacements,
-    PutLocation,
-    PutStore,
-    Write,
-)
+import xxhash
 
-__all__ = ["PlaceChange", "Places"]
+from kvstrata_server.batches import KeyBatch
+from kvstrata_server.index import HOST, Added, LocationId, PlacementIndex, Removed
+from kvstrata_server.placement_writes import AddPlacements, ClearPlacements, DropPlacements
+from kvstrata_server.writes import DropLocation, PutLocation, PutStore, Write
+
+__all__ = ["PlaceChange", "Places", "Serves"]
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceChange:
     location: LocationId
-    added: Sequence[Key]
-    removed: Sequence[Key]
+    added: KeyBatch
+    removed: KeyBatch
 
 
 class Places:
@@ -41,6 +37,13 @@ class Places:
         self._about: dict[LocationId, tuple[str, str | None]] = {}
         self._sharing: dict[str, list[LocationId]] = {}
         self._tiers: dict[str, str] = {}
+
+    def clear(self) -> None:
+        """Forget all locations and what is there."""
+        for location in self._about:
+            self.index.clear(location)
+        for known in (self._of_node, self._about, self._sharing):
+            known.clear()
 
     def load_store(self, store: str, tier: str) -> None:
         self._tiers[store] = tier
@@ -58,6 +61,14 @@ class Places:
         """`store` is None for host memory. It must have been attached once."""
         return self._of_node[node][store]
 
+    def locations(self, node: str) -> Mapping[str | None, LocationId]:
+        """All that this node ever had; None: its host memory."""
+        return self._of_node.get(node, {})
+
+    def sharing(self, store: str) -> Sequence[LocationId]:
+        """Locations of one store, of all nodes that ever had it attached."""
+        return self._sharing.get(store, ())
+
     def describe(self, location: LocationId) -> tuple[str, str | None]:
         """The node that reports about it, and the store; None: the node's host memory."""
         return self._about[location]
@@ -71,10 +82,18 @@ class Places:
                 writes.append(PutStore(store, tier))
         for name in dict.fromkeys([None, *self._of_node.get(node, {}), *stores]):
             if name not in self._of_node.get(node, {}):
-                self.load_location(max(self._about, default=0) + 1, node, name)
+                self.load_location(self._new_number(node, name), node, name)
             attached = name is None or name in stores
             writes.append(PutLocation(self.location(node, name), node, name, attached))
         return writes
+
+    def _new_number(self, node: str, store: str | None) -> LocationId:
+        """Of a hash, so that servers that share a database find the same one."""
+        named = node if store is None else f"{node}\0{store}"
+        number = xxhash.xxh3_64_intdigest(named.encode()) >> 1
+        while number in self._about:
+            number += 1
+        return number
 
     def void_host(self, node: str) -> list[Write]:
         location = self.location(node, None)
@@ -85,50 +104,97 @@ class Places:
         """Removals before additions."""
         writes: list[Write] = []
         for change in changes:
-            store = self._about[change.location][1]
-            for shared in (change.location,) if store is None else self._sharing[store]:
-                writes += _written(shared, [], self.index.remove(shared, change.removed))
-            added = self.index.add(change.location, change.added)
-            writes += _written(change.location, added, [])
+            if len(change.removed):
+                store = self._about[change.location][1]
+                for shared in (change.location,) if store is None else self._sharing[store]:
+                    writes += _written(self.index.remove(shared, change.removed))
+            if len(change.added):
+                writes += _written(self.index.add(change.location, change.added))
         return writes
 
     def replace(
         self,
         node: str,
-        held: Mapping[LocationId, set[Key]],
+        held: Mapping[LocationId, KeyBatch],
         attached: Callable[[str, str], bool],
+        rewrite: bool = False,
     ) -> list[Write]:
         """All that this node reports. `attached(node, store)`: whether that is so now.
 
         What nodes that have left said of a store gives way to what a present one finds there.
+        `rewrite`: SQL may hold what this index never saw, so replace the rows as well.
         """
         writes: list[Write] = []
         for store, location in self._of_node[node].items():
-            added, removed = self.index.replace(location, held.get(location, set()))
-            writes += _written(location, added, removed)
+            keys = held.get(location) or self.index.families.of_keys(())
+            if rewrite:
+                self.index.clear(location)
+                writes.append(ClearPlacements(location))
+            for change in self.index.replace(location, keys):
+                writes += _written(change)
             if store is not None and attached(node, store):
                 for shared in self._sharing[store]:
                     if not attached(self._about[shared][0], store):
-                        writes += _written(shared, [], self.index.clear(shared))
+                        writes += self._clear(shared, rewrite)
         return writes
 
-    def reach(
-        self, nodes: Iterable[tuple[str, Mapping[str, str]]]
-    ) -> dict[LocationId, list[tuple[str, str]]]:
-        """Which of these nodes (id, stores) can serve what lies at each location, as which tier."""
-        reach: dict[LocationId, list[tuple[str, str]]] = {}
-        for node, stores in nodes:
-            reach.setdefault(self.location(node, None), []).append((node, HOST))
-            for store, tier in stores.items():
-                for location in self._sharing[store]:
-                    reach.setdefault(location, []).append((node, tier))
-        return reach
+    def _clear(self, location: LocationId, rewrite: bool) -> list[Write]:
+        removed = self.index.clear(location)
+        return [ClearPlacements(location)] if rewrite or len(removed) else []
+
+    def forget(self, node: str, attached: Callable[[str, str], bool]) -> list[Write]:
+        """The node is no more. What it found in a store that others have is theirs to tell of."""
+        writes: list[Write] = []
+        for store, location in self._of_node.pop(node, {}).items():
+            if store is not None:
+                self._sharing[store].remove(location)
+                others = (h for h in self._sharing[store] if attached(self._about[h][0], store))
+                heir = next(others, None)
+                if heir is not None:
+                    writes += _written(self.index.add(heir, self.index.batch_at(location)))
+            self.index.clear(location)
+            del self._about[location]
+            writes += [ClearPlacements(location), DropLocation(location)]
+        return writes
+
+    def reach(self, nodes: Iterable[tuple[str, Mapping[str, str]]]) -> Serves:
+        """What these nodes (id, stores) can serve."""
+        return Serves(self, dict(nodes))
 
 
-def _written(location: LocationId, added: Sequence[Key], removed: Sequence[Key]) -> list[Write]:
-    writes: list[Write] = []
-    if removed:
-        writes.append(DropPlacements(location, removed))
-    if added:
-        writes.append(AddPlacements(location, added))
-    return writes
+class Serves:
+    """Which of some nodes can serve what lies at a location, and as which tier.
+
+    Worked out when asked: a lookup meets few of the locations there are.
+    """
+
+    def __init__(self, places: Places, nodes: Mapping[str, Mapping[str, str]]) -> None:
+        self._places = places
+        self._nodes = nodes
+        self._known: dict[LocationId, list[tuple[str, str]]] = {}
+
+    def get(
+        self, location: LocationId, default: Sequence[tuple[str, str]] = ()
+    ) -> Sequence[tuple[str, str]]:
+        served = self._known.get(location)
+        if served is None:
+            served = self._known[location] = self._served(location)
+        return served or default
+
+    def _served(self, location: LocationId) -> list[tuple[str, str]]:
+        reporter, store = self._places.describe(location)
+        if store is None:
+            return [(reporter, HOST)] if reporter in self._nodes else []
+        served = []
+        for shared in self._places.sharing(store):
+            node, _ = self._places.describe(shared)
+            tier = self._nodes.get(node, {}).get(store)
+            if tier is not None:
+                served.append((node, tier))
+        return served
+
+
+def _written(change: Added | Removed) -> list[Write]:
+    if isinstance(change, Removed):
+        return [DropPlacements(change)] if len(change) else []
+    return [AddPlacements(change)] if len(change) else []

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from importlib.metadata import version
 
-from sqlalchemy import select
 from starlette.requests import Request
 
 from kvstrata import api
 from kvstrata.addresses import is_loopback, split_address
 from kvstrata.config import ServerSettings
 from kvstrata.errors import ConfigError
-from kvstrata.keys import Key
 from kvstrata.node.supervisor import Supervisor
 from kvstrata_server.audit import ForgetAudit
+from kvstrata_server.changes import TrimLog
 from kvstrata_server.clock import Clock
-from kvstrata_server.cluster import Cluster, Node
+from kvstrata_server.cluster import Cluster
 from kvstrata_server.database import Database
+from kvstrata_server.following import LOG_RETENTION, Follower, load
+from kvstrata_server.hot import HotPrefixes
 from kvstrata_server.index import PlacementIndex
 from kvstrata_server.metrics import Metrics
-from kvstrata_server.models import LocationRow, NamespaceRow, NodeRow, PlacementRow, StoreRow
 from kvstrata_server.namespaces import Namespaces
+from kvstrata_server.placement_writes import ForgetChunks
 from kvstrata_server.places import Places
 from kvstrata_server.rate_limit import RateLimit
 from kvstrata_server.tokens import Tokens
@@ -34,6 +36,8 @@ __all__ = ["ControlState", "state_of"]
 _SWEEP_INTERVAL = 0.25
 _FORGET_INTERVAL = 60.0
 _FLUSH_TIMEOUT = 10.0
+_NODE_RETENTION = 7 * 86400.0
+"""Nodes away for longer are forgotten."""
 # Wrong tokens from one address: so many at once, then so many a second.
 _GUESSES = 20
 _GUESS_RATE = 1.0
@@ -51,7 +55,8 @@ class ControlState:
         self.rate = RateLimit(settings.rate_limit, 2 * settings.rate_limit, clock)
         self.guesses = RateLimit(_GUESS_RATE, _GUESSES, clock)
         self.writer = Writer(self.database)
-        self.index = PlacementIndex()
+        name = secrets.token_hex(8)
+        self.index = PlacementIndex(shared_ids=self.database.shared)
         self.places = Places(self.index)
         self.namespaces = Namespaces()
         self.cluster = Cluster(
@@ -61,7 +66,10 @@ class ControlState:
             self.metrics,
             clock,
             settings.heartbeat_ttl,
+            log_as=name if self.database.shared else "",
         )
+        self.follower = Follower(self.cluster, self.database, name, self._reload)
+        self.hot = HotPrefixes(self.writer, clock)
         self.transfers = Scheduler(
             self.cluster,
             self.database,
@@ -88,6 +96,8 @@ class ControlState:
         self._tasks.start("writer", self.writer.run)
         self._tasks.start("sweep", self._sweep)
         self._tasks.start("tokens", self.tokens.run)
+        if self.database.shared:
+            self._tasks.start("follower", self.follower.run)
         self.ready = True
 
     async def close(self) -> None:
@@ -140,41 +150,29 @@ class ControlState:
         while True:
             self.transfers.expire()
             self.transfers.sweep()
+            self.cluster.tell_who_is_there()
+            self.hot.flush()
             if loop.time() - forgotten >= _FORGET_INTERVAL:
                 forgotten = loop.time()
                 self.transfers.forget_old()
                 self.writer.put(ForgetAudit(self.clock() - self.settings.audit_retention))
+                self.cluster.forget_old(_NODE_RETENTION)
+                if self.database.shared:
+                    self.writer.put(TrimLog(self.clock() - LOG_RETENTION), ForgetChunks())
             await asyncio.sleep(_SWEEP_INTERVAL)
 
     async def load(self) -> None:
-        """What SQL knows. Nodes count as silent until they speak: it may be long past."""
-        for row in await self.database.rows(select(NamespaceRow.__table__)):
-            self.namespaces.load(row.digest, row.document)
-        for row in await self.database.rows(select(NodeRow.__table__)):
-            self.cluster.nodes[row.id] = Node(
-                id=row.id,
-                incarnation=row.incarnation,
-                next_seq=row.next_seq,
-                peer_address=row.peer_address,
-                transports=tuple(row.transports),
-                capacity_bytes=row.capacity_bytes,
-                gone=row.gone,
-                registered=row.registered,
-            )
-        for row in await self.database.rows(select(StoreRow.__table__)):
-            self.places.load_store(row.id, row.tier)
-        for row in await self.database.rows(select(LocationRow.__table__)):
-            self.places.load_location(row.id, row.node_id, row.store_id)
-            if row.store_id is not None and row.attached:
-                tier = self.places.tier(row.store_id)
-                self.cluster.nodes[row.node_id].stores[row.store_id] = tier
-        async for part in self.database.stream(select(PlacementRow.__table__)):
-            by_location: dict[int, list[Key]] = {}
-            for location, namespace, chunk in part:
-                by_location.setdefault(location, []).append(Key(namespace + chunk))
-            for location, keys in by_location.items():
-                self.index.add(location, keys)
+        """What SQL knows."""
+        await self.follower.begin()
+        await load(self.cluster, self.database)
         await self.transfers.load()
+
+    async def _reload(self) -> None:
+        self.ready = False
+        self.cluster.clear()
+        await self.follower.begin()
+        await load(self.cluster, self.database)
+        self.ready = True
 
 
 def state_of(request: Request) -> ControlState:

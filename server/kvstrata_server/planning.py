@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from kvstrata.api import Outcome
 from kvstrata.keys import Key, split_key
 from kvstrata_server.cluster import Cluster, Node
-from kvstrata_server.index import HOST
+from kvstrata_server.index import HOST, Holders
 
 __all__ = ["ANY", "OWN", "Expected", "Plan", "hints", "plan"]
 
@@ -57,7 +57,7 @@ def plan(
         candidates = [cluster.nodes[source]]
     holders = cluster.index.holders(keys)
     reach = cluster.reach([*candidates, target])
-    served: dict[frozenset[int], dict[str, bool]] = {}
+    served: dict[Holders, dict[str, bool]] = {}
     in_host: Counter[str] = Counter()
     in_all: Counter[str] = Counter()
     for held, count in Counter(holders).items():

@@ -13,11 +13,11 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 
-from sqlalchemy.exc import DBAPIError, OperationalError, StatementError
+from sqlalchemy.exc import DBAPIError, StatementError
 
 from kvstrata.backoff import Backoff
 from kvstrata.errors import Busy
-from kvstrata_server.database import Database
+from kvstrata_server.database import Database, may_pass
 from kvstrata_server.writes import Write
 
 __all__ = ["Writer"]
@@ -32,7 +32,7 @@ class Writer:
     """
 
     def __init__(
-        self, database: Database, max_rows: int = 500_000, batch_rows: int = 20_000
+        self, database: Database, max_rows: int = 1_000_000, batch_rows: int = 50_000
     ) -> None:
         self.problem = ""
         """Why the last attempt to write failed; empty if it didn't."""
@@ -99,9 +99,13 @@ class Writer:
                 await self._filled.wait()
             try:
                 await self.write_batch()
-            except OperationalError as e:
-                self.problem = f"{e.orig}"
-                log.warning("the database takes no writes, %d rows wait: %s", self._rows, e.orig)
+            except (DBAPIError, OSError, TimeoutError) as e:
+                if not may_pass(e):
+                    raise
+                self.problem = str(getattr(e, "orig", e)) or type(e).__name__
+                log.warning(
+                    "the database takes no writes, %d rows wait: %s", self._rows, self.problem
+                )
                 await asyncio.sleep(backoff.next())
                 continue
             backoff.reset()
@@ -130,11 +134,12 @@ class Writer:
     async def _commit(self, batch: list[Write]) -> None:
         try:
             async with self._database.engine.begin() as connection:
+                await self._database.lock(connection)
                 for write in batch:
                     await write.apply(connection)
-        except OperationalError:
-            raise  # locked, full, gone: the same batch may succeed later
-        except (DBAPIError, StatementError):
+        except (DBAPIError, StatementError) as e:
+            if may_pass(e):
+                raise
             await self._commit_singly(batch)
 
     async def _commit_singly(self, batch: list[Write]) -> None:
@@ -142,10 +147,11 @@ class Writer:
         for write in batch:
             try:
                 async with self._database.engine.begin() as connection:
+                    await self._database.lock(connection)
                     await write.apply(connection)
-            except OperationalError:
-                raise
-            except (DBAPIError, StatementError):
+            except (DBAPIError, StatementError) as e:
+                if may_pass(e):
+                    raise
                 self.dropped += 1
                 log.exception("dropped a write that the database refuses: %.500r", write)
 

@@ -10,28 +10,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sqlalchemy import Table, bindparam, delete, update
+from sqlalchemy import Table, bindparam, delete, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from kvstrata.keys import DIGEST_BYTES, Key
 from kvstrata_server.models import (
     Base,
+    HotPrefixRow,
     LocationRow,
     NamespaceRow,
     NodeRow,
-    PlacementRow,
     StoreRow,
     TransferChunkRow,
     TransferRow,
 )
 
 __all__ = [
-    "AddPlacements",
     "ChunkOutcome",
-    "ClearPlacements",
-    "DropPlacements",
+    "CountHits",
+    "DropLocation",
+    "DropNode",
     "ForgetTransfers",
+    "Hit",
     "PutLocation",
     "PutNamespace",
     "PutNode",
@@ -123,45 +124,82 @@ class PutLocation:
 
 
 @dataclass(frozen=True, slots=True)
-class AddPlacements:
-    location: int
-    keys: Sequence[Key]
+class DropLocation:
+    """Its placements have to be gone."""
 
-    @property
-    def rows(self) -> int:
-        return len(self.keys)
-
-    async def apply(self, connection: AsyncConnection) -> None:
-        await _upsert(connection, PlacementRow, _placements(self.location, self.keys), ())
-
-
-@dataclass(frozen=True, slots=True)
-class DropPlacements:
-    location: int
-    keys: Sequence[Key]
-
-    @property
-    def rows(self) -> int:
-        return len(self.keys)
-
-    async def apply(self, connection: AsyncConnection) -> None:
-        table = _table(PlacementRow)
-        statement = delete(table).where(
-            table.c.location_id == bindparam("location_id"),
-            table.c.namespace == bindparam("namespace"),
-            table.c.chunk == bindparam("chunk"),
-        )
-        await _many(connection, statement, _placements(self.location, self.keys))
-
-
-@dataclass(frozen=True, slots=True)
-class ClearPlacements:
-    location: int
+    id: int
     rows: int = 1
 
     async def apply(self, connection: AsyncConnection) -> None:
-        table = _table(PlacementRow)
-        await connection.execute(delete(table).where(table.c.location_id == self.location))
+        table = _table(LocationRow)
+        await connection.execute(delete(table).where(table.c.id == self.id))
+
+
+@dataclass(frozen=True, slots=True)
+class DropNode:
+    """Its locations have to be gone. It stays while transfers to it are kept."""
+
+    id: str
+    rows: int = 1
+
+    async def apply(self, connection: AsyncConnection) -> None:
+        nodes, transfers = _table(NodeRow), _table(TransferRow)
+        kept = select(transfers.c.id).where(transfers.c.target == self.id).exists()
+        await connection.execute(delete(nodes).where(nodes.c.id == self.id, ~kept))
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A prefix that lookups found: its last chunk, its length, and how many could serve it."""
+
+    key: Key
+    chunks: int
+    nodes: int
+    hits: int
+    last_hit: float
+
+
+@dataclass(frozen=True, slots=True)
+class CountHits:
+    """Adds to the counts. Of the prefixes that were not found since `forget_before` none stay.
+
+    Not idempotent, unlike the others: repeated after a commit whose answer was lost, a count is
+    too high.
+    """
+
+    hits: Sequence[Hit]
+    forget_before: float
+
+    @property
+    def rows(self) -> int:
+        return len(self.hits)
+
+    async def apply(self, connection: AsyncConnection) -> None:
+        table = _table(HotPrefixRow)
+        statement: Any = _INSERT[connection.dialect.name](table)
+        excluded = statement.excluded
+        statement = statement.on_conflict_do_update(
+            index_elements=["namespace", "chunk"],
+            set_={
+                "hits": table.c.hits + excluded.hits,
+                "chunks": excluded.chunks,
+                "nodes": excluded.nodes,
+                "last_hit": excluded.last_hit,
+            },
+        )
+        rows = [
+            {
+                "namespace": hit.key[:DIGEST_BYTES],
+                "chunk": hit.key[DIGEST_BYTES:],
+                "chunks": hit.chunks,
+                "nodes": hit.nodes,
+                "hits": hit.hits,
+                "last_hit": hit.last_hit,
+            }
+            for hit in self.hits
+        ]
+        await _many(connection, statement, rows)
+        await connection.execute(delete(table).where(table.c.last_hit < self.forget_before))
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,13 +339,6 @@ def _table(model: type[Base]) -> Table:
     if not isinstance(table, Table):
         raise TypeError(f"{model.__name__} is not mapped to a table")
     return table
-
-
-def _placements(location: int, keys: Sequence[Key]) -> list[dict[str, Any]]:
-    return [
-        {"location_id": location, "namespace": key[:DIGEST_BYTES], "chunk": key[DIGEST_BYTES:]}
-        for key in keys
-    ]
 
 
 async def _upsert(

@@ -231,11 +231,11 @@ class Convergence(RuleBasedStateMachine):
                     expected = set().union(*(n.held[SHARED] for n in self.nodes.values()))
                 found = {
                     key
-                    for number, served in reach.items()
+                    for number, part in server.index.dump(size=3)
                     if server.places.describe(number)[1]
                     == (None if location == "host" else location)
-                    and name in {n for n, _ in served}
-                    for key in server.index.keys_at(number)
+                    and name in {n for n, _ in reach.get(number)}
+                    for key in part
                 }
                 assert found == expected, (name, location)
 

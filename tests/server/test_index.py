@@ -1,33 +1,69 @@
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.keys import Key
-from kvstrata_server.index import PlacementIndex
+from kvstrata_server.index import Added, PlacementIndex, Removed
 
 
 def k(*numbers: int) -> list[Key]:
-    return [Key(b"%03d" % n) for n in numbers]
+    """Keys of two namespaces, with hashes of two sizes."""
+    return [
+        Key(b"namespace %06d" % (n % 2) + bytes(4) + b"%03d" % n + bytes(n % 2)) for n in numbers
+    ]
+
+
+class Sql:
+    """What SQL would have: rows by number, as the changes say."""
+
+    def __init__(self, shared_ids: bool = False) -> None:
+        self.index = PlacementIndex(shared_ids)
+        self.chunks: dict[int, bytes] = {}
+        self.placements: set[tuple[int, int]] = set()
+
+    def apply(self, *changes: Added | Removed) -> None:
+        for change in changes:
+            pairs = {(change.location, number) for number in change.ids.tolist()}
+            if isinstance(change, Removed):
+                assert pairs <= self.placements
+                self.placements -= pairs
+                continue
+            for rows in change.chunks:
+                ids = change.chunk_ids[rows.positions].tolist()
+                assert len(rows.packed) == len(ids) * rows.stride
+                for i, number in enumerate(ids):
+                    piece = rows.packed[i * rows.stride : (i + 1) * rows.stride]
+                    self.chunks[number] = rows.namespace + piece
+            assert not pairs & self.placements
+            self.placements |= pairs
+
+    @property
+    def held(self) -> set[tuple[int, bytes]]:
+        return {(location, self.chunks[number]) for location, number in self.placements}
 
 
 def test_add_and_remove_tell_what_changed():
     index = PlacementIndex()
-    assert index.add(1, k(1, 2, 2)) == k(1, 2)
-    assert index.add(1, k(2, 3)) == k(3)
-    assert index.add(2, k(1)) == k(1)
-    assert (len(index), index.placements) == (3, 4)
-    assert index.remove(1, k(1, 9)) == k(1)
-    assert index.holders(k(1, 2, 9)) == [frozenset({2}), frozenset({1}), frozenset()]
-    assert index.remove(2, k(1)) == k(1)
+    assert len(index.add(1, k(1, 2, 2))) == 2
+    assert len(index.add(1, k(2, 3))) == 1
+    again = index.add(2, k(1))
+    assert (len(again), len(again.chunk_ids)) == (1, 0)  # SQL has the chunk's row
+    assert (len(index), index.placements, index.count_at(1)) == (3, 4, 3)
+    assert len(index.remove(1, k(1, 9))) == 1
+    assert index.holders(k(1, 2, 9)) == [(2,), (1,), ()]
+    assert len(index.remove(2, k(1))) == 1
     assert len(index) == 2
 
 
 def test_replace_and_clear():
     index = PlacementIndex()
     index.add(1, k(1, 2))
-    added, removed = index.replace(1, set(k(2, 3)))
-    assert (added, removed) == (k(3), k(1))
-    assert sorted(index.clear(1)) == k(2, 3)
-    assert (len(index), index.placements) == (0, 0)
+    added, removed = index.replace(1, k(2, 3))
+    assert (len(added), len(removed)) == (1, 1)
+    assert sorted(index.keys_at(1)) == sorted(k(2, 3))
+    assert len(index.clear(1)) == 2
+    assert (len(index), index.placements, index.keys_at(1)) == (0, 0, [])
 
 
 def test_a_prefix_may_mix_tiers_but_a_tier_counts_its_own():
@@ -59,7 +95,69 @@ def test_sets_of_holders_do_not_pile_up():
     for location in range(5000):
         index.add(location, k(1))
         index.clear(location)
-    assert len(index._shared) <= 1025
+    assert len(index._sets) <= 1025
+    assert len(index._sets._sets) <= 2049
+
+
+def test_numbers_of_chunks_are_used_again():
+    index = PlacementIndex()
+    for round_ in range(20):
+        numbers = index.add(1, k(*range(1000 * round_, 1000 * round_ + 500))).ids
+        assert numbers.max() < 500
+        index.clear(1)
+
+
+def test_many_keys_through_several_tables():
+    """Growth carries entries over a part at a time; everything is found all the while."""
+    random = np.random.default_rng(0)
+    index = PlacementIndex()
+    batches = []
+    for step in range(60):
+        raw = random.bytes(32 * 700)
+        prefix = b"n" * 16 + bytes(4)
+        batches.append([Key(prefix + raw[i : i + 32]) for i in range(0, len(raw), 32)])
+        assert len(index.add(step % 7, batches[-1])) == 700
+        gone = step // 2
+        if step % 2:
+            assert len(index.remove(gone % 7, batches[gone])) == 700
+        for i, batch in enumerate(batches):
+            expected = () if i <= gone and (i < gone or step % 2) else (i % 7,)
+            assert set(index.holders(batch[::100])) == {expected}, (step, i)
+    assert len(index) == 30 * 700
+    assert sum(len(part) for _, part in index.dump(1000)) == 30 * 700
+
+
+def test_keys_that_hash_alike_are_told_apart():
+    index = PlacementIndex()
+    batch = index.families.of_keys(k(*range(0, 400, 2)))
+    batch.hashes[:] = 7
+    assert len(index.add(1, batch)) == 200
+    assert index.keys_at(1) == k(*range(0, 400, 2))
+    assert len(index.remove(1, batch)) == 200
+
+
+@pytest.mark.parametrize("shared_ids", [False, True])
+def test_what_was_loaded_from_sql_is_what_was_written(shared_ids):
+    sql = Sql(shared_ids)
+    sql.apply(sql.index.add(1, k(*range(100))), sql.index.add(2, k(*range(50, 150))))
+    sql.apply(sql.index.remove(1, k(*range(70))), sql.index.add(3, k(1, 300, 301)))
+    expected = {(location, key) for location, part in sql.index.dump() for key in part}
+    assert sql.held == expected
+    if shared_ids:
+        return
+    loaded = PlacementIndex()
+    named = np.array(sorted({number for _, number in sql.placements}))
+    keys = [sql.chunks[number] for number in named.tolist()]
+    loaded.load_chunks(named, loaded.families.of_keys(keys))
+    for location in (1, 2, 3):
+        ids = [number for at, number in sql.placements if at == location]
+        loaded.load_placements(location, np.array(ids))
+    loaded.loaded()
+    assert {(location, key) for location, part in loaded.dump() for key in part} == expected
+    # And numbering goes on without touching what is there.
+    sql.index = loaded
+    sql.apply(loaded.add(9, k(*range(500, 900))))
+    assert sql.held == expected | {(9, key) for key in k(*range(500, 900))}
 
 
 LOCATIONS = st.integers(0, 4)
@@ -75,19 +173,21 @@ REACH = st.dictionaries(
 
 @given(BATCHES, st.lists(st.integers(0, 9), min_size=1, max_size=15), REACH)
 def test_tally_equals_counting_by_hand(batches, asked, reach):
-    index = PlacementIndex()
+    sql = Sql()
+    index = sql.index
     truth: dict[int, set[int]] = {}
     for what, location, numbers in batches:
         there = truth.setdefault(location, set())
         if what == "add":
-            index.add(location, k(*numbers))
+            sql.apply(index.add(location, k(*numbers)))
             there |= numbers
         elif what == "remove":
-            index.remove(location, k(*numbers))
+            sql.apply(index.remove(location, k(*numbers)))
             there -= numbers
         else:
-            index.replace(location, set(k(*numbers)))
+            sql.apply(*index.replace(location, k(*numbers)))
             truth[location] = set(numbers)
+    assert sql.held == {(at, key) for at, numbers in truth.items() for key in k(*numbers)}
     serves = {
         (node, tier): {n for loc in reach if (node, tier) in reach[loc] for n in truth.get(loc, ())}
         for node in "ab"

@@ -8,17 +8,11 @@ from sqlalchemy import func, select
 
 from kvstrata.errors import Busy
 from kvstrata_server.database import Database
-from kvstrata_server.models import NamespaceRow, NodeRow, PlacementRow
+from kvstrata_server.index import PlacementIndex
+from kvstrata_server.models import ChunkRow, NamespaceRow, NodeRow, PlacementRow
+from kvstrata_server.placement_writes import AddPlacements, ClearPlacements, DropPlacements
 from kvstrata_server.writer import Writer
-from kvstrata_server.writes import (
-    AddPlacements,
-    ClearPlacements,
-    DropPlacements,
-    PutLocation,
-    PutNamespace,
-    PutNode,
-    SetSeq,
-)
+from kvstrata_server.writes import PutLocation, PutNamespace, PutNode, SetSeq
 
 
 def put_node(name: str = "a", incarnation: str = "i1") -> PutNode:
@@ -47,14 +41,21 @@ async def writing(tmp_path, busy_timeout: float = 5.0, **bounds: int):
 
 
 async def chunks_in(database: Database) -> list[bytes]:
-    rows = await database.rows(select(PlacementRow.__table__).order_by(PlacementRow.chunk))
+    rows = await database.rows(
+        select(ChunkRow.namespace, ChunkRow.chunk)
+        .join(PlacementRow, PlacementRow.chunk_id == ChunkRow.id)
+        .order_by(ChunkRow.chunk)
+    )
     return [row.namespace + row.chunk for row in rows]
 
 
 async def test_writes_are_applied_in_order(tmp_path):
     async with writing(tmp_path, batch_rows=2) as (writer, database):
-        writer.put(*GROUND, AddPlacements(1, chunk(0, 1, 2, 3, 4)))
-        writer.put(DropPlacements(1, chunk(1, 9)), AddPlacements(1, chunk(0, 5)))
+        index = PlacementIndex()
+        writer.put(*GROUND, AddPlacements(index.add(1, chunk(0, 1, 2, 3, 4))))
+        removed = DropPlacements(index.remove(1, chunk(1, 9)))
+        # Chunk 5 takes the number that chunk 1 had.
+        writer.put(removed, AddPlacements(index.add(1, chunk(0, 5))))
         writer.put(SetSeq("a", "i1", 7), SetSeq("a", "another", 9))
         await writer.flushed(5)
         assert await chunks_in(database) == chunk(0, 2, 3, 4, 5)
@@ -77,8 +78,8 @@ async def test_the_queue_is_bounded_and_says_so(tmp_path):
     database = Database(database_url(tmp_path))
     writer = Writer(database, max_rows=3)
     writer.require_room()
-    writer.put(AddPlacements(1, chunk(0, 1, 2, 3)))
-    with pytest.raises(Busy, match="4 rows"):
+    writer.put(AddPlacements(PlacementIndex().add(1, chunk(0, 1, 2, 3))))
+    with pytest.raises(Busy, match="8 rows"):
         writer.require_room()
     with pytest.raises(Busy, match="healthz"):
         await writer.flushed(0.01)
@@ -103,8 +104,10 @@ async def test_a_locked_database_is_tried_again(tmp_path):
 
 async def test_one_impossible_write_does_not_block_the_others(tmp_path, caplog):
     async with writing(tmp_path) as (writer, database):
-        nowhere = AddPlacements(99, chunk(8))  # no such location
-        writer.put(*GROUND, AddPlacements(1, chunk(0)), nowhere, AddPlacements(1, chunk(1)))
+        index = PlacementIndex()
+        nowhere = AddPlacements(index.add(99, chunk(8)))  # no such location
+        first, second = (AddPlacements(index.add(1, chunk(n))) for n in (0, 1))
+        writer.put(*GROUND, first, nowhere, second)
         await writer.flushed(5)
         assert await chunks_in(database) == chunk(0, 1)
         assert writer.dropped == 1

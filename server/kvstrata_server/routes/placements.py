@@ -30,7 +30,7 @@ async def lookup_placements(request: api.LookupRequest, state: State, who: Who) 
     Only nodes heard within their heartbeat TTL are offered, and each answer says how old it is."""
     if who.tenants is not None:
         state.namespaces.require_visible(keys_of(request.keys), who)
-    return look_up(state.cluster, state.metrics, request)
+    return look_up(state.cluster, state.metrics, state.hot, request)
 
 
 @router.get("/namespaces", responses=responses())

@@ -1,0 +1,177 @@
+"""What servers that share a database tell each other: entries of `change_log`.
+
+Each writes there, in the transaction that also changes the rows, what nodes told it, and applies
+what the others wrote. Transactions with entries come one after the other (`Database.lock`), so
+entries become visible in the order of their ids and a reader skips none.
+
+A node talks to one server at a time, but may go from one to another while the first still has
+something to write. Such a late change must not undo newer ones, so every change of a node is
+`Fenced` by what SQL says of the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from sqlalchemy import Executable, delete, func, insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from kvstrata.bulk import BulkChange
+from kvstrata_server.models import ChangeRow, NodeRow
+from kvstrata_server.writes import Write
+
+__all__ = [
+    "Entry",
+    "Fenced",
+    "Forgotten",
+    "Heard",
+    "Left",
+    "LogEntry",
+    "Registered",
+    "Reported",
+    "Seen",
+    "TrimLog",
+    "decode",
+    "newer",
+    "newest",
+]
+
+
+class Registered(msgspec.Struct, frozen=True, tag="registered"):
+    node: str
+    incarnation: str
+    registered: float
+    peer_address: str | None
+    transports: list[str]
+    capacity_bytes: int
+    stores: dict[str, str]
+
+
+class Left(msgspec.Struct, frozen=True, tag="left"):
+    """Taken out of service."""
+
+    node: str
+    incarnation: str
+
+
+class Reported(msgspec.Struct, frozen=True, tag="reported"):
+    """A report, or all parts of a snapshot in one, with the number that comes after it."""
+
+    node: str
+    incarnation: str
+    next_seq: int
+    snapshot: bool
+    changes: list[BulkChange]
+    namespaces: list[str]
+
+
+class Heard(msgspec.Struct, frozen=True, array_like=True):
+    """How a node was when it last spoke, `age` seconds before this was written."""
+
+    node: str
+    incarnation: str
+    age: float
+    used_bytes: int
+    capacity_bytes: int
+    chunks: int
+    healthy: bool
+    detail: str
+
+
+class Seen(msgspec.Struct, frozen=True, tag="seen"):
+    nodes: list[Heard]
+
+
+class Forgotten(msgspec.Struct, frozen=True, tag="forgotten"):
+    """Removed for having been away for long."""
+
+    node: str
+
+
+Entry = Registered | Left | Reported | Seen | Forgotten
+
+_decoder = msgspec.msgpack.Decoder(Entry)
+
+
+def decode(raw: bytes) -> Entry:
+    """Raises msgspec's errors on what no server of this version wrote."""
+    return _decoder.decode(raw)
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    server: str
+    time: float
+    entry: Entry
+    rows: int = 1
+
+    async def apply(self, connection: AsyncConnection) -> None:
+        await connection.execute(
+            insert(ChangeRow).values(
+                server=self.server, time=self.time, entry=msgspec.msgpack.encode(self.entry)
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrimLog:
+    """Drop what is older: who was away for longer loads everything again."""
+
+    before: float
+    rows: int = 1
+
+    async def apply(self, connection: AsyncConnection) -> None:
+        await connection.execute(delete(ChangeRow).where(ChangeRow.time < self.before))
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """Writes about a node, unless SQL has newer ones from another server.
+
+    Either `registered`, the time of a registration, or `next_seq`, the number after a report.
+    """
+
+    node: str
+    incarnation: str
+    writes: Sequence[Write]
+    registered: float | None = None
+    next_seq: int | None = None
+
+    @property
+    def rows(self) -> int:
+        return sum(write.rows for write in self.writes)
+
+    async def apply(self, connection: AsyncConnection) -> None:
+        found = await connection.execute(
+            select(NodeRow.incarnation, NodeRow.next_seq, NodeRow.registered).where(
+                NodeRow.id == self.node
+            )
+        )
+        row = found.first()
+        if row is not None and not self._is_news(*row):
+            return
+        for write in self.writes:
+            await write.apply(connection)
+
+    def _is_news(self, incarnation: str, next_seq: int, registered: float) -> bool:
+        if self.registered is not None:
+            return registered <= self.registered
+        if incarnation != self.incarnation:
+            return False
+        return self.next_seq is None or next_seq < self.next_seq
+
+
+def newest() -> Executable:
+    return select(func.coalesce(func.max(ChangeRow.id), 0))
+
+
+def newer(position: int, limit: int) -> Executable:
+    """Rows (id, server, entry) after a position, in order."""
+    return (
+        select(ChangeRow.id, ChangeRow.server, ChangeRow.entry)
+        .where(ChangeRow.id > position)
+        .order_by(ChangeRow.id)
+        .limit(limit)
+    )

@@ -1,0 +1,141 @@
+"""Reads what other servers of the database were told, and loads everything at start."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+from sqlalchemy import select
+
+from kvstrata.keys import Key
+from kvstrata_server.changes import decode, newer, newest
+from kvstrata_server.cluster import Cluster, Node
+from kvstrata_server.database import Database
+from kvstrata_server.index import ChunkIds
+from kvstrata_server.models import (
+    ChunkRow,
+    LocationRow,
+    NamespaceRow,
+    NodeRow,
+    PlacementRow,
+    StoreRow,
+)
+
+__all__ = ["LOG_RETENTION", "Follower", "load"]
+
+log = logging.getLogger(__name__)
+
+LOG_RETENTION = 120.0
+"""Seconds that entries stay in the log."""
+
+_INTERVAL = 0.2
+_PAGE = 200
+
+
+class Follower:
+    """`run` (to be supervised) applies entries by other servers to the cluster, in order.
+
+    `name` is this server's in the log. `reload` drops and loads everything: called after the
+    database was away for so long that entries may have been dropped unread.
+    """
+
+    def __init__(
+        self, cluster: Cluster, database: Database, name: str, reload: Callable[[], Awaitable[None]]
+    ) -> None:
+        self.position = 0
+        """Id of the last entry that was read."""
+        self._cluster = cluster
+        self._database = database
+        self._name = name
+        self._reload = reload
+        self._read_at: float | None = None
+
+    async def begin(self) -> None:
+        """To be called before the tables are read: what is both in them and in the log is
+        applied twice, which changes nothing."""
+        self.position = (await self._database.rows(newest()))[0][0]
+
+    async def run(self) -> None:
+        while True:
+            if not await self.read():
+                await asyncio.sleep(_INTERVAL)
+
+    async def read(self) -> bool:
+        """Apply what is new. Returns whether there may be more."""
+        now = asyncio.get_running_loop().time()
+        if self._read_at is not None and now - self._read_at > LOG_RETENTION / 2:
+            log.warning("the change log was not read for %.0f s: loading all", now - self._read_at)
+            self._read_at = None
+            await self._reload()
+        rows = await self._database.rows(newer(self.position, _PAGE))
+        self._read_at = now
+        for number, server, entry in rows:
+            if server != self._name:
+                self._cluster.follow(decode(entry))
+                await asyncio.sleep(0)  # a snapshot takes milliseconds: let lookups in between
+            self.position = number
+        return len(rows) == _PAGE
+
+
+async def load(cluster: Cluster, database: Database) -> None:
+    """What SQL knows. Nodes count as silent until they speak: it may be long past."""
+    places, namespaces = cluster.places, cluster.namespaces
+    for row in await database.rows(select(NamespaceRow.__table__)):
+        namespaces.load(row.digest, row.document)
+    for row in await database.rows(select(NodeRow.__table__)):
+        cluster.nodes[row.id] = Node(
+            id=row.id,
+            incarnation=row.incarnation,
+            next_seq=row.next_seq,
+            peer_address=row.peer_address,
+            transports=tuple(row.transports),
+            capacity_bytes=row.capacity_bytes,
+            gone=row.gone,
+            registered=row.registered,
+        )
+    for row in await database.rows(select(StoreRow.__table__)):
+        places.load_store(row.id, row.tier)
+    for row in await database.rows(select(LocationRow.__table__)):
+        places.load_location(row.id, row.node_id, row.store_id)
+        if row.store_id is not None and row.attached:
+            cluster.nodes[row.node_id].stores[row.store_id] = places.tier(row.store_id)
+    if database.shared:
+        await _load_keys(cluster, database)
+    else:
+        await _load_slots(cluster, database)
+
+
+async def _load_keys(cluster: Cluster, database: Database) -> None:
+    statement = select(PlacementRow.location_id, ChunkRow.namespace, ChunkRow.chunk).join(
+        ChunkRow, ChunkRow.id == PlacementRow.chunk_id
+    )
+    async for part in database.stream(statement):
+        by_location: dict[int, list[Key]] = {}
+        for location, namespace, chunk in part:
+            by_location.setdefault(location, []).append(Key(namespace + chunk))
+        for location, keys in by_location.items():
+            cluster.index.add(location, keys)
+
+
+async def _load_slots(cluster: Cluster, database: Database) -> None:
+    """Numbers of chunks are slots of the index; rows that no placement names are left out."""
+    index = cluster.index
+    placed: dict[int, list[ChunkIds]] = {}
+    named = np.zeros(1 << 12, bool)
+    async for part in database.stream(select(PlacementRow.location_id, PlacementRow.chunk_id)):
+        rows = np.array([tuple(row) for row in part], np.int64)
+        most = int(rows[:, 1].max())
+        if most >= len(named):
+            named = np.concatenate([named, np.zeros(most + 1, bool)])
+        named[rows[:, 1]] = True
+        for location in np.unique(rows[:, 0]).tolist():
+            placed.setdefault(location, []).append(rows[rows[:, 0] == location, 1])
+    async for part in database.stream(select(ChunkRow.id, ChunkRow.namespace, ChunkRow.chunk)):
+        used = [row for row in part if row[0] < len(named) and named[row[0]]]
+        ids = np.array([row[0] for row in used], np.int64)
+        index.load_chunks(ids, index.families.of_keys([row[1] + row[2] for row in used]))
+    for location, parts in placed.items():
+        index.load_placements(location, np.concatenate(parts))
+    index.loaded()
