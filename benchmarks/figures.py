@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 __all__ = ["Figure", "parser", "show"]
 
@@ -70,8 +70,9 @@ def show(title: str, figures: Sequence[Figure], as_json: bool) -> None:
         for figure in figures:
             print(figure.line())
         return
-    columns = ("ours", "peer", "limit", "", "of the limit", "of the peer", "rounds")
-    table = Table("", *columns, title=title)
+    columns = ("ours", "peer", "limit", "", "of limit", "of peer", "rounds")
+    # Names are told in full, however narrow the terminal is.
+    table = Table(Column(no_wrap=True), *columns, title=title)
     for f in figures:
         table.add_row(
             f.name,
