@@ -23,23 +23,32 @@ __all__ = [
     "Change",
     "Command",
     "CommandBatch",
+    "EvictionInfo",
+    "EvictionList",
+    "EvictionRequest",
+    "EvictionResult",
+    "EvictionState",
     "Health",
     "HeartbeatReply",
     "HeartbeatRequest",
     "HostUse",
     "KeyOutcome",
+    "LeaseInfo",
+    "LeaseRequest",
+    "LeaseState",
     "LookupReply",
     "LookupRequest",
     "NamespaceInfo",
     "NamespaceList",
+    "NodeEviction",
     "NodeInfo",
     "NodeList",
     "NodePlacement",
     "NodeRegistration",
     "NodeState",
     "Outcome",
-    "Problem",
     "PrefetchRequest",
+    "Problem",
     "Progress",
     "ProgressReply",
     "RegistrationReply",
@@ -370,6 +379,37 @@ class KeyOutcome(_Answer):
     """Node the bytes came from; of a dry run, where they would come from."""
 
 
+class LeaseRequest(_Request):
+    """POST /v1/leases: keep chunks in a node's host memory for `ttl` seconds, whatever else comes.
+
+    What isn't there is promoted from the node's own tiers, within `deadline` seconds.
+    """
+
+    node: Name
+    keys: Annotated[list[HexKey], Field(min_length=1, max_length=MAX_KEYS)]
+    ttl: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    deadline: Annotated[float, Field(gt=0, le=3600)] = 10.0
+
+
+class LeaseState(enum.StrEnum):
+    """pending -> held -> ended. `held`: the keys of the answer that are `stored` or `present`
+    can't be evicted there until `expires`. A lease that got none of its keys ends at once."""
+
+    PENDING = "pending"
+    HELD = "held"
+    ENDED = "ended"
+
+
+class LeaseInfo(_Answer):
+    id: str
+    """Also that of the transfer that brings the chunks up."""
+    state: LeaseState
+    node: str
+    expires: float | None = None
+    """When it ends by itself; None while it is pending."""
+    keys: list[KeyOutcome]
+
+
 class TransferSummary(_Answer):
     id: str
     """Sorts by time of creation. Of a dry run it names nothing."""
@@ -412,18 +452,24 @@ class Command(_Answer):
     """What a node is asked to do; it polls for these, so it needs no open port for them.
 
     `pull`: fetch `keys` from `sources` (best first) before `deadline_in` seconds have passed,
-    hold them leased for `hold` seconds, and post `Progress`. `cancel`: stop pulling `transfer`.
-    A command is repeated until the node posts progress for it, so executing one is idempotent.
+    hold them leased for `hold` seconds, and post `Progress`. `cancel`: stop pulling `transfer`,
+    or release what it holds if it has ended.
+    `evict`: drop `keys`, or what is of the namespaces `digests`, from `tiers` (none named: all),
+    and post `EvictionResult`. A command is repeated until the node answers it, so executing one is
+    idempotent. A node ignores kinds it doesn't know.
     """
 
-    kind: Literal["pull", "cancel"]
+    kind: str
     transfer: str
+    """Id of the transfer, or of the eviction."""
     namespaces: list[str] = []
     keys: list[str] = []
     sources: list[SourceRef] = []
     deadline_in: float = 0.0
     hold: float = 0.0
     byte_budget: int | None = None
+    tiers: list[str] = []
+    digests: list[str] = []
 
 
 class CommandBatch(_Answer):
@@ -450,6 +496,76 @@ class Progress(_Request):
 class ProgressReply(_Answer):
     state: TransferState
     """An ended state: stop working on it."""
+
+
+# ---------------------------------------------------------------- evictions
+
+
+class EvictionState(enum.StrEnum):
+    """running -> done | partial | expired. `done`: every node said what it dropped. `partial`: some
+    node could not. `expired`: some node said nothing before the deadline; it may do it yet."""
+
+    RUNNING = "running"
+    DONE = "done"
+    PARTIAL = "partial"
+    EXPIRED = "expired"
+
+    @property
+    def ended(self) -> bool:
+        return self is not EvictionState.RUNNING
+
+
+class EvictionRequest(_Request):
+    """POST /v1/evictions: have nodes give chunks up, as after new weights or on a tenant's request.
+
+    Which chunks: `keys`, or those of the namespaces with these `digests`, or of all namespaces of
+    this `model` (of one `revision` of it, if that is named). Just one of the three. `tiers` are
+    `host` and names of a node's tiers; None: all it can write to. `nodes` None: all that are up.
+    Chunks that are leased stay. Nothing keeps engines from storing the same chunks anew.
+    """
+
+    keys: Annotated[list[HexKey], Field(min_length=1, max_length=MAX_KEYS)] | None = None
+    digests: (
+        Annotated[list[Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]], Field(min_length=1)]
+        | None
+    ) = None
+    model: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    revision: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    nodes: Annotated[list[Name], Field(min_length=1, max_length=10_000)] | None = None
+    tiers: Annotated[list[Name], Field(min_length=1, max_length=64)] | None = None
+    deadline: Annotated[float, Field(gt=0, le=3600)] = 60.0
+
+
+class NodeEviction(_Answer):
+    """At one node. `dropped` is None until it has said so, then chunks by tier."""
+
+    node: str
+    dropped: dict[str, int] | None = None
+    detail: str = ""
+    """Why it could not, if it couldn't."""
+
+
+class EvictionInfo(_Answer):
+    id: str
+    """Sorts by time of creation."""
+    state: EvictionState
+    created: float
+    deadline: float
+    ended: float | None = None
+    nodes: list[NodeEviction]
+
+
+class EvictionList(_Answer):
+    evictions: list[EvictionInfo]
+    next: str | None = None
+
+
+class EvictionResult(_Request):
+    """POST /v1/nodes/{id}/evictions/{eviction}: what the node dropped, or why it could not."""
+
+    incarnation: Name
+    dropped: Annotated[dict[Name, Annotated[int, Field(ge=0)]] | None, Field(max_length=64)] = None
+    detail: Annotated[str, Field(max_length=2000)] = ""
 
 
 # ---------------------------------------------------------------- health

@@ -93,6 +93,21 @@ class _Calls:
         return _Call("POST", _node(node, "/progress"), api.ProgressReply, progress)
 
     @staticmethod
+    def eviction_result(
+        node: str, eviction: str, result: api.EvictionResult
+    ) -> _Call[api.EvictionInfo]:
+        path = _node(node, f"/evictions/{quote(eviction, safe='')}")
+        return _Call("POST", path, api.EvictionInfo, result)
+
+    @staticmethod
+    def create_eviction(request: api.EvictionRequest) -> _Call[api.EvictionInfo]:
+        return _Call("POST", "/v1/evictions", api.EvictionInfo, request)
+
+    @staticmethod
+    def eviction(eviction: str) -> _Call[api.EvictionInfo]:
+        return _Call("GET", f"/v1/evictions/{quote(eviction, safe='')}", api.EvictionInfo)
+
+    @staticmethod
     def namespaces(after: str | None, limit: int) -> _Call[api.NamespaceList]:
         return _Call("GET", "/v1/namespaces", api.NamespaceList, query=_page(after, limit))
 
@@ -283,6 +298,17 @@ class ControlPlane(_Client):
     async def progress(self, node: str, progress: api.Progress) -> api.ProgressReply:
         return await self._run(_Calls.progress(node, progress))
 
+    async def eviction_result(
+        self, node: str, eviction: str, result: api.EvictionResult
+    ) -> api.EvictionInfo:
+        return await self._run(_Calls.eviction_result(node, eviction, result))
+
+    async def create_eviction(self, request: api.EvictionRequest) -> api.EvictionInfo:
+        return await self._run(_Calls.create_eviction(request))
+
+    async def eviction(self, eviction: str) -> api.EvictionInfo:
+        return await self._run(_Calls.eviction(eviction))
+
     async def node(self, node: str) -> api.NodeInfo:
         return await self._run(_Calls.node(node))
 
@@ -357,6 +383,12 @@ class SyncControlPlane(_Client):
         except httpx.TransportError as e:
             raise self._broken(e) from e
         return self._parse(call, response)
+
+    def create_eviction(self, request: api.EvictionRequest) -> api.EvictionInfo:
+        return self._run(_Calls.create_eviction(request))
+
+    def eviction(self, eviction: str) -> api.EvictionInfo:
+        return self._run(_Calls.eviction(eviction))
 
     def node(self, node: str) -> api.NodeInfo:
         return self._run(_Calls.node(node))

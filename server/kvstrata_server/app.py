@@ -27,7 +27,17 @@ from kvstrata_server.body_limit import BodyLimit
 from kvstrata_server.clock import Clock, steady_clock
 from kvstrata_server.metrics import Timing
 from kvstrata_server.plane import ControlState
-from kvstrata_server.routes import audit, bulk, health, nodes, placements, prefetches, transfers
+from kvstrata_server.routes import (
+    audit,
+    bulk,
+    evictions,
+    health,
+    leases,
+    nodes,
+    placements,
+    prefetches,
+    transfers,
+)
 
 __all__ = ["create_app", "main"]
 
@@ -66,7 +76,7 @@ def create_app(settings: ServerSettings, clock: Clock | None = None) -> FastAPI:
     app.openapi = lambda: openapi.document(app)  # type: ignore[method-assign]
     problems.install(app)
     app.router.routes.extend(bulk.ROUTES)
-    for module in (nodes, placements, transfers, prefetches, audit, health):
+    for module in (nodes, placements, transfers, prefetches, leases, evictions, audit, health):
         app.include_router(module.router)
 
     # The last one added is asked first.

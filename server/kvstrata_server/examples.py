@@ -103,6 +103,26 @@ EXAMPLES: dict[str, tuple[BaseModel | None, BaseModel]] = {
             keys=[api.KeyOutcome(key=key, outcome=api.Outcome.PENDING) for key in _KEYS],
         ),
     ),
+    "create_lease": (
+        api.LeaseRequest(node="gpu-07", keys=_KEYS, ttl=120),
+        api.LeaseInfo(
+            id="01a2281c2b58-90ae77d2c4f1b6e3",
+            state=api.LeaseState.PENDING,
+            node="gpu-07",
+            expires=None,
+            keys=[api.KeyOutcome(key=key, outcome=api.Outcome.PENDING) for key in _KEYS],
+        ),
+    ),
+    "create_eviction": (
+        api.EvictionRequest(model="meta-llama/Llama-3.1-8B", revision="0e9e39f2", deadline=30),
+        api.EvictionInfo(
+            id="01a2281c3a10-1f0d6c72b3a958e4",
+            state=api.EvictionState.RUNNING,
+            created=1795969268.0,
+            deadline=1795969298.0,
+            nodes=[api.NodeEviction(node="gpu-07"), api.NodeEviction(node="gpu-11")],
+        ),
+    ),
 }
 
 

@@ -8,6 +8,7 @@
     hot_prefixes              what lookups found most often
     change_log                what the servers that share a database tell each other
     transfers ── transfer_chunks
+    evictions                 chunks that nodes were asked to give up
     api_tokens                who may ask, as hashes
     audit_log                 who changed what
 
@@ -44,6 +45,7 @@ __all__ = [
     "Base",
     "ChangeRow",
     "ChunkRow",
+    "EvictionRow",
     "HotPrefixRow",
     "LocationRow",
     "NamespaceRow",
@@ -191,6 +193,20 @@ class TransferChunkRow(Base):
     key: Mapped[bytes] = mapped_column(LargeBinary(52))
     outcome: Mapped[str] = mapped_column(String(16))
     source: Mapped[str | None] = mapped_column(String(128))
+
+
+class EvictionRow(Base):
+    __tablename__ = "evictions"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    state: Mapped[str] = mapped_column(String(16), index=True)
+    created: Mapped[float] = mapped_column(Double)
+    deadline: Mapped[float] = mapped_column(Double)
+    ended: Mapped[float | None] = mapped_column(Double, index=True)
+    what: Mapped[dict[str, Any]] = mapped_column(JSON)
+    """Keys, namespaces and tiers, while it runs."""
+    nodes: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
+    """What each node dropped."""
 
 
 class TokenRow(Base):

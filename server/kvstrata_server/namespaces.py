@@ -47,6 +47,16 @@ class Namespaces:
         found = (self._known.get(digest) for digest in {key[:DIGEST_BYTES] for key in keys})
         return [namespace.document.decode() for namespace in found if namespace is not None]
 
+    def of_model(self, model: str, revision: str | None) -> list[str]:
+        """Digests of the namespaces of a model, or of one revision of it."""
+        return [
+            digest.hex()
+            for digest, namespace in self._known.items()
+            if namespace is not None
+            and namespace.model == model
+            and revision in (None, namespace.revision)
+        ]
+
     def tenant(self, key: Key) -> str:
         """Of this chunk; empty where its namespace has none, or isn't known."""
         namespace = self._known.get(key[:DIGEST_BYTES])

@@ -18,6 +18,7 @@ from kvstrata_server.changes import TrimLog
 from kvstrata_server.clock import Clock
 from kvstrata_server.cluster import Cluster
 from kvstrata_server.database import Database
+from kvstrata_server.evictions import Evictions
 from kvstrata_server.following import LOG_RETENTION, Follower, load
 from kvstrata_server.hot import HotPrefixes
 from kvstrata_server.index import PlacementIndex
@@ -70,6 +71,14 @@ class ControlState:
         )
         self.follower = Follower(self.cluster, self.database, name, self._reload)
         self.hot = HotPrefixes(self.writer, clock)
+        self.evictions = Evictions(
+            self.cluster,
+            self.database,
+            self.writer,
+            clock,
+            settings.transfer_retention,
+            lambda node: self.transfers.wake(node),
+        )
         self.transfers = Scheduler(
             self.cluster,
             self.database,
@@ -78,6 +87,7 @@ class ControlState:
             clock,
             settings.transfer_retention,
             Turns(settings.transfers_per_node, settings.transfers_per_link),
+            self.evictions.commands,
         )
         self.ready = False
         self._tasks = Supervisor()
@@ -149,12 +159,14 @@ class ControlState:
         forgotten = loop.time() - _FORGET_INTERVAL
         while True:
             self.transfers.expire()
+            self.evictions.expire()
             self.transfers.sweep()
             self.cluster.tell_who_is_there()
             self.hot.flush()
             if loop.time() - forgotten >= _FORGET_INTERVAL:
                 forgotten = loop.time()
                 self.transfers.forget_old()
+                self.evictions.forget_old()
                 self.writer.put(ForgetAudit(self.clock() - self.settings.audit_retention))
                 self.cluster.forget_old(_NODE_RETENTION)
                 if self.database.shared:
@@ -166,6 +178,7 @@ class ControlState:
         await self.follower.begin()
         await load(self.cluster, self.database)
         await self.transfers.load()
+        await self.evictions.load()
 
     async def _reload(self) -> None:
         self.ready = False

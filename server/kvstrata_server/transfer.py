@@ -42,6 +42,12 @@ class Transfer:
     offered: float | None = None
     offered_to: str | None = None
 
+    @property
+    def holds_until(self) -> float:
+        """When the target gives up what it keeps leased of this; 0 while it runs, or of none."""
+        held = any(o in (Outcome.STORED, Outcome.PRESENT) for o in self.outcomes)
+        return self.ended + self.hold if self.ended is not None and held else 0.0
+
     def is_due(self, incarnation: str, now: float, redelivery: float) -> bool:
         """Whether this incarnation should be handed the command (again)."""
         if self.taken_by == incarnation:

@@ -89,7 +89,9 @@ class Scheduler:
         clock: Clock,
         retention: float,
         turns: Turns,
+        orders: Callable[[Node], list[api.Command]] = lambda node: [],
     ) -> None:
+        """`orders(node)` are commands of other kinds that wait for a node."""
         self._cluster = cluster
         self._database = database
         self._writer = writer
@@ -97,10 +99,12 @@ class Scheduler:
         self._clock = clock
         self._retention = retention
         self._turns = turns
+        self._orders = orders
         self._active: dict[str, Transfer] = {}
         self._active_keys = 0
         self._ended: dict[str, tuple[Transfer, int]] = {}
         self._by_idempotency: dict[str, Transfer] = {}
+        self._released: dict[str, float] = {}
         self._mailboxes: dict[str, _Mailbox] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._creating = asyncio.Lock()
@@ -194,6 +198,12 @@ class Scheduler:
     async def get(self, transfer_id: str) -> api.TransferInfo:
         return (await self._find(transfer_id)).info()
 
+    async def held(self, transfer_id: str) -> tuple[api.TransferInfo, float]:
+        """A transfer, and until when its target holds what it brought (0: not at all)."""
+        transfer = await self._find(transfer_id)
+        released = transfer_id in self._released
+        return transfer.info(), 0.0 if released else transfer.holds_until
+
     async def page(self, after: str | None, limit: int) -> api.TransferList:
         self.expire()
         page = await history.page(self._database, after, limit)
@@ -205,11 +215,19 @@ class Scheduler:
         )
 
     async def cancel(self, transfer_id: str) -> api.TransferInfo:
-        """Harmless if it has ended."""
+        """One that has ended stays as it is, and its target is told to hold its chunks no more.
+
+        That is not kept in SQL: a server that ends now leaves the hold to its time.
+        """
         transfer = await self._find(transfer_id)
         if not transfer.state.ended:
             self._end(transfer, TransferState.CANCELLED, "cancelled by request")
             await self._writer.flushed(_COMMIT_TIMEOUT)
+        elif transfer.holds_until > self._clock():
+            mailbox = self._mailbox(transfer.target)
+            mailbox.cancels[transfer.id] = _Cancel(until=transfer.holds_until)
+            self._released[transfer.id] = transfer.holds_until
+            mailbox.wake.set()
         return transfer.info()
 
     def _live(self, transfer_id: str) -> Transfer | None:
@@ -247,7 +265,7 @@ class Scheduler:
             if await hung_up():
                 return api.CommandBatch(commands=[])
             mailbox.wake.clear()
-            commands = self._due(node, mailbox)
+            commands = self._orders(node) + self._due(node, mailbox)
             left = until - loop.time()
             if commands or left <= 0 or self._closing:
                 return api.CommandBatch(commands=commands)
@@ -340,6 +358,10 @@ class Scheduler:
 
     # ------------------------------------------------------------ life
 
+    def wake(self, node_id: str) -> None:
+        """There is something for this node to do."""
+        self._mailbox(node_id).wake.set()
+
     def expire(self) -> None:
         """End what is past its deadline."""
         now = self._clock()
@@ -357,6 +379,8 @@ class Scheduler:
                 self._by_idempotency.pop(transfer.idempotency_key or "", None)
 
     def forget_old(self) -> None:
+        now = self._clock()
+        self._released = {t: until for t, until in self._released.items() if until > now}
         self._writer.put(ForgetTransfers(self._clock() - self._retention))
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from kvstrata.config import ControlSettings
 from kvstrata.control import ControlPlane
 from kvstrata.keys import Key
 from kvstrata.node.placements import PlacementChange, Placements
-from kvstrata.node.reported import Pull, PullResult
+from kvstrata.node.reported import Drop, Pull, PullResult
 from kvstrata.node.reporter import Reporter
 from kvstrata.testing.chunks import a_namespace
 
@@ -44,6 +44,9 @@ class SaidNode:
         self.pulls: list[Pull] = []
         self.pulling: Callable[[Pull], object] | None = None
         self.cancelled: list[str] = []
+        self.released: list[str] = []
+        self.drops: list[Drop] = []
+        self.dropping: Callable[[Drop], object] | None = None
 
     def gain(self, location: str, *numbers: int) -> None:
         keys = [key(n) for n in numbers]
@@ -96,6 +99,25 @@ class SaidNode:
             dict.fromkeys(pull.keys, "somewhere"),
             len(pull.keys) * NAMESPACE.chunk_bytes[0],
         )
+
+    def release(self, transfer: str) -> None:
+        self.released.append(transfer)
+
+    async def drop(self, asked: Drop) -> Mapping[str, int]:
+        self.drops.append(asked)
+        if self.dropping is not None:
+            found = self.dropping(asked)
+            if asyncio.iscoroutine(found) or isinstance(found, asyncio.Future):
+                await found
+        dropped = {}
+        for tier in asked.tiers or self.held:
+            here = self.held[tier]
+            gone = [k for k in here if k in asked.keys or k[:16] in asked.digests]
+            for each in gone:
+                del here[each]
+            self.placements.removed(tier, gone)
+            dropped[tier] = len(gone)
+        return dropped
 
 
 class Link(httpx.AsyncBaseTransport):

@@ -138,3 +138,12 @@ async def test_of_large_results_few_are_kept(parts, monkeypatch):
     assert list(puller._results) == ["t2", "t3"]
     await puller.handle([PULL.model_copy(update={"transfer": "big", "keys": hexes(*range(9))})])
     await until(lambda: list(puller._results) == ["big"])
+
+
+async def test_what_an_ended_transfer_holds_is_released_on_request(parts):
+    node, server, puller = parts
+    await puller.handle([PULL])
+    await until(lambda: server.finals)
+    await puller.handle([CANCEL])
+    assert node.released == ["t1"]
+    assert server.finals[-1].outcomes == {}

@@ -173,9 +173,7 @@ def test_a_page_that_vllm_maps_otherwise_is_refused() -> None:
     assert ref.mapping is not None
     half = replace(ref.mapping, canonical_page_size_bytes=2048)
     caches.group_data_refs[0][1] = replace(ref, mapping=half)
-    with pytest.raises(
-        ConfigError, match=r"layers.1.attn: .* than 4 heads of 1024 bytes"
-    ):
+    with pytest.raises(ConfigError, match=r"layers.1.attn: .* than 4 heads of 1024 bytes"):
         derive_geometry(model.config, OPTIONS, model.vllm_config, caches)
 
 

@@ -32,7 +32,7 @@ from kvstrata.node.namespaces import Namespaces
 from kvstrata.node.opening import open_tier
 from kvstrata.node.peer_port import PeerPort
 from kvstrata.node.pulls import Pulls
-from kvstrata.node.reported import PlacementChange, Pull, PullResult
+from kvstrata.node.reported import Drop, PlacementChange, Pull, PullResult
 from kvstrata.node.status import tier_statuses, tier_trouble
 from kvstrata.node.store import Store
 from kvstrata.node.supervisor import Supervisor
@@ -389,6 +389,17 @@ class Node:
 
     async def pull(self, pull: Pull) -> PullResult:
         return await self.pulls.pull(pull)
+
+    def release(self, transfer: str) -> None:
+        self.pulls.release(transfer)
+
+    async def drop(self, asked: Drop) -> Mapping[str, int]:
+        tiers = asked.tiers or (
+            "host",
+            *(guard.name for guard in self.store.guards if guard.tier.writable),
+        )
+        keys = [*asked.keys, *await self.store.held_of(tiers, asked.digests)]
+        return await self.store.drop(tiers, list(dict.fromkeys(keys)))
 
 
 async def run_node(

@@ -60,6 +60,7 @@ class Puller:
         transfer = command.transfer
         if command.kind == "cancel":
             self._cancel(transfer)
+            self._reported.release(transfer)
             return self._progress(transfer, final=True, detail="cancelled")
         if transfer in self._results:
             return self._results[transfer]

@@ -107,6 +107,10 @@ class Pulls:
             "; ".join(dict.fromkeys(state.trouble))[:2000],
         )
 
+    def release(self, transfer: str) -> None:
+        """Nobody needs what it brought any more: end its hold."""
+        self._store.host.release(f"transfer:{transfer}", [1])
+
     async def close(self) -> None:
         """Return when no batch is under way."""
         if self._tasks:

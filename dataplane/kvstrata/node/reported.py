@@ -13,7 +13,7 @@ from kvstrata.api import HostUse, NodeRegistration, Outcome
 from kvstrata.keys import Key
 from kvstrata.node.placements import PlacementChange
 
-__all__ = ["PlacementChange", "Pull", "PullResult", "PullSource", "Reported"]
+__all__ = ["Drop", "PlacementChange", "Pull", "PullResult", "PullSource", "Reported"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,18 @@ class PullResult:
     detail: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Chunks to give up: `keys`, and all of the namespaces `digests`. `tiers` are `host` and names
+    of tiers; none named: host and all that this node can write to."""
+
+    keys: Sequence[Key] = ()
+    digests: frozenset[bytes] = frozenset()
+    tiers: Sequence[str] = ()
+
+
 class Reported(Protocol):
-    """A node, as its reporter sees it. Every call but `pull` answers at once, on the event loop."""
+    """A node, as its reporter sees it. What isn't async answers at once, on the event loop."""
 
     def registration(self) -> NodeRegistration: ...
 
@@ -72,3 +82,9 @@ class Reported(Protocol):
 
     async def pull(self, pull: Pull) -> PullResult:
         """Execute a transfer. Cancelled when nobody wants it any more or its deadline passed."""
+
+    def release(self, transfer: str) -> None:
+        """End the hold of a transfer that ended, if there is one."""
+
+    async def drop(self, asked: Drop) -> Mapping[str, int]:
+        """Drop what nobody uses; how many chunks, by tier. Raises `Malformed` on unknown tiers."""

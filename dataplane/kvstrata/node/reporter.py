@@ -21,6 +21,7 @@ from kvstrata.backoff import Backoff
 from kvstrata.config import ControlSettings
 from kvstrata.control import ControlPlane
 from kvstrata.errors import Expired, KVStrataError, LinkBroken, Missing
+from kvstrata.node.evicting import Evicting
 from kvstrata.node.outbox import Outbox
 from kvstrata.node.pulling import Puller
 from kvstrata.node.reported import Reported
@@ -63,6 +64,7 @@ class Reporter:
         self._new_backoff = new_backoff
         self._outbox = Outbox(reported)
         self._puller = Puller(reported, self._post, clock=clock, sleep=sleep)
+        self._evicting = Evicting(reported, self._post_eviction)
         self._node = ""
         self._incarnation = ""
         self._closed = False
@@ -102,6 +104,7 @@ class Reporter:
         finally:
             self.registered = False
             await self._puller.close()
+            await self._evicting.close()
 
     async def close(self) -> None:
         """Stop, tell the server that this node leaves if it can be told quickly, and hang up."""
@@ -221,10 +224,15 @@ class Reporter:
         if not batch.commands:
             # A server that is about to end answers at once: no reason to ask it all the time.
             await self._sleep(self._report_interval)
-        await self._puller.handle(batch.commands)
+        # A server of a later version may ask for what this one doesn't know.
+        self._evicting.handle([c for c in batch.commands if c.kind == "evict"])
+        await self._puller.handle([c for c in batch.commands if c.kind in ("pull", "cancel")])
 
     async def _post(self, progress: api.Progress) -> api.ProgressReply:
         return await self._control.progress(self._node, progress)
+
+    async def _post_eviction(self, eviction: str, result: api.EvictionResult) -> None:
+        await self._control.eviction_result(self._node, eviction, result)
 
 
 class _Unknown(Exception):  # noqa: N818 - a turn of events, seen by nobody else

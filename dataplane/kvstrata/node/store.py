@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Literal
 
 from kvstrata.config import CascadeMode, HostSettings
 from kvstrata.errors import ConfigError, Malformed
 from kvstrata.host import NO_ROOM, PRESENT, Chunk, HostTier, State
-from kvstrata.keys import Key
+from kvstrata.keys import DIGEST_BYTES, Key
 from kvstrata.node.breaker import Kind
 from kvstrata.node.cascade import Cascade
 from kvstrata.node.guard import GRACE, LOOKUP_SECONDS, Guard
@@ -234,6 +234,17 @@ class Store:
         if "host" in tiers:
             dropped["host"] = self.host.drop(keys)
         return dropped
+
+    async def held_of(self, tiers: Sequence[str], digests: Collection[bytes]) -> list[Key]:
+        """Chunks of these namespaces that the named tiers hold, in no order; some repeat."""
+        if not digests:
+            return []
+        held = [self.host.keys()] if "host" in tiers else []
+        held += [guard.keys() for guard in self.guards if guard.name in tiers]
+        # Millions, maybe: in a thread, so that engines aren't kept waiting.
+        return await asyncio.to_thread(
+            lambda: [key for keys in held for key in keys if key[:DIGEST_BYTES] in digests]
+        )
 
     async def quiesce(self, seconds: float = 10.0) -> None:
         """End cascades and promotions; each finishes the batch it is at, or is given up after

@@ -74,7 +74,7 @@ async def get_transfer(transfer_id: TransferId, state: State, who: Who) -> api.T
 
 @router.delete("/{transfer_id}", responses=responses(404, 503))
 async def cancel_transfer(transfer_id: TransferId, state: State, who: Who) -> api.TransferInfo:
-    """Cancel it. One that has ended stays as it is."""
+    """Cancel it. One that has ended stays as it is; what it holds at its target is released."""
     await _seen(transfer_id, state, who)
     return await state.transfers.cancel(transfer_id)
 

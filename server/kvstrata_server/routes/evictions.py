@@ -1,0 +1,54 @@
+"""Having nodes give chunks up."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Response
+
+from kvstrata import api
+from kvstrata_server.examples import example
+from kvstrata_server.plane import ControlState, state_of
+from kvstrata_server.problems import responses
+from kvstrata_server.routes.paging import After, Limit, NodeId
+
+router = APIRouter(prefix="/v1", tags=["evictions"])
+
+State = Annotated[ControlState, Depends(state_of)]
+EvictionId = Annotated[str, Path(max_length=64)]
+
+
+@router.post(
+    "/evictions",
+    status_code=202,
+    responses=responses(404, 503),
+    openapi_extra=example("create_eviction", 202),
+)
+async def create_eviction(
+    request: api.EvictionRequest, response: Response, state: State
+) -> api.EvictionInfo:
+    """Ask nodes to drop chunks: some keys, a namespace, or all of a model. Accepted and kept; read
+    it again for what each node dropped."""
+    eviction = await state.evictions.create(request)
+    response.headers["Location"] = f"/v1/evictions/{eviction.id}"
+    return eviction
+
+
+@router.get("/evictions", responses=responses(503))
+async def list_evictions(state: State, after: After = None, limit: Limit = 100) -> api.EvictionList:
+    """Oldest first."""
+    return await state.evictions.page(after, limit)
+
+
+@router.get("/evictions/{eviction_id}", responses=responses(404, 503))
+async def get_eviction(eviction_id: EvictionId, state: State) -> api.EvictionInfo:
+    """State, and what each node dropped."""
+    return await state.evictions.get(eviction_id)
+
+
+@router.post("/nodes/{node_id}/evictions/{eviction_id}", responses=responses(404, 410, 503))
+async def post_eviction_result(
+    node_id: NodeId, eviction_id: EvictionId, result: api.EvictionResult, state: State
+) -> api.EvictionInfo:
+    """A node says what it dropped. Repeating it is harmless."""
+    return await state.evictions.result(node_id, eviction_id, result)

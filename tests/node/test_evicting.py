@@ -1,0 +1,114 @@
+import asyncio
+
+import pytest
+from reporter_kit import NAMESPACE, SaidNode, hexes, key
+
+from kvstrata import api
+from kvstrata.errors import Busy, Malformed
+from kvstrata.node.evicting import Evicting
+from kvstrata.node.reported import Drop
+from kvstrata.testing.waiting import until
+
+DIGEST = NAMESPACE.digest.hex()
+
+
+def command(eviction="e1", **what):
+    return api.Command(kind="evict", transfer=eviction, deadline_in=30, **what)
+
+
+class Server:
+    def __init__(self) -> None:
+        self.posted: list[tuple[str, api.EvictionResult]] = []
+        self.failures: list[Exception] = []
+
+    async def post(self, eviction: str, result: api.EvictionResult) -> None:
+        self.posted.append((eviction, result))
+        if self.failures:
+            raise self.failures.pop(0)
+
+
+@pytest.fixture
+async def parts():
+    node, server = SaidNode(stores=("disk",)), Server()
+    node.gain("host", 1, 2)
+    node.gain("disk", 2, 3)
+    evicting = Evicting(node, server.post)
+    yield node, server, evicting
+    await evicting.close()
+
+
+async def test_what_is_dropped_is_said_by_tier(parts):
+    node, server, evicting = parts
+    evicting.handle([command(keys=hexes(2, 9), tiers=["host"])])
+    await until(lambda: server.posted)
+    assert node.drops == [Drop(keys=[key(2), key(9)], tiers=("host",))]
+    assert server.posted == [
+        ("e1", api.EvictionResult(incarnation="i1", dropped={"host": 1})),
+    ]
+
+
+async def test_a_namespace_goes_from_all_tiers(parts):
+    node, server, evicting = parts
+    evicting.handle([command(digests=[DIGEST])])
+    await until(lambda: server.posted)
+    assert server.posted[0][1].dropped == {"host": 2, "disk": 2}
+    assert node.held == {"host": {}, "disk": {}}
+
+
+async def test_a_command_that_comes_again_is_not_done_again(parts):
+    node, server, evicting = parts
+    server.failures.append(Busy("not now"))
+    evicting.handle([command(keys=hexes(1))])
+    await until(lambda: server.posted)
+    node.gain("host", 1)  # computed anew: this one is to stay
+    evicting.handle([command(keys=hexes(1))])
+    await until(lambda: len(server.posted) == 2)
+    assert len(node.drops) == 1
+    assert server.posted[0] == server.posted[1]
+    assert key(1) in node.held["host"]
+
+
+async def test_one_under_way_is_not_begun_twice(parts):
+    node, server, evicting = parts
+    gate = asyncio.Event()
+    node.dropping = lambda asked: gate.wait()
+    evicting.handle([command(keys=hexes(1))])
+    await until(lambda: node.drops)
+    evicting.handle([command(keys=hexes(1))])
+    gate.set()
+    await until(lambda: server.posted)
+    assert len(node.drops) == len(server.posted) == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ({"keys": ["zz"]}, "ValueError"),
+        ({"keys": ["00"]}, "Malformed"),
+        ({"digests": ["00"]}, "is no namespace digest"),
+    ],
+)
+async def test_nonsense_is_answered_with_what_is_wrong(parts, what, said):
+    node, server, evicting = parts
+    evicting.handle([command(**what)])
+    await until(lambda: server.posted)
+    assert server.posted[0][1].dropped is None
+    assert said in server.posted[0][1].detail
+    assert node.drops == []
+
+
+async def test_what_fails_says_so_and_so_does_what_takes_too_long(parts):
+    node, server, evicting = parts
+
+    def fail(asked):
+        raise Malformed("no tier 'tape' here")
+
+    node.dropping = fail
+    evicting.handle([command(keys=hexes(1), tiers=["tape"])])
+    await until(lambda: server.posted)
+    assert server.posted[0][1].detail == "Malformed: no tier 'tape' here"
+    node.dropping = lambda asked: asyncio.Event().wait()
+    late = api.Command(kind="evict", transfer="e2", keys=hexes(1), deadline_in=0.0)
+    evicting.handle([late])
+    await until(lambda: len(server.posted) == 2)
+    assert server.posted[1][1].detail == "not done before its deadline"

@@ -1,0 +1,183 @@
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+from server_kit import DOCUMENT, NAMESPACE, join, keys, report, running
+
+from kvstrata import api
+from kvstrata.api import EvictionState
+from kvstrata.errors import Expired, Malformed, Missing
+
+S = EvictionState
+NEWER = replace(NAMESPACE, revision="r2")
+
+
+async def nodes(r, *names):
+    for name in names:
+        await join(r.control, name)
+    documents = (DOCUMENT, NEWER.document.decode())
+    await r.control.report(names[0], report(0, namespaces=documents))
+
+
+async def ask(r, **what):
+    return await r.control.create_eviction(api.EvictionRequest(**what))
+
+
+async def told(r, node, incarnation="i1"):
+    return (await r.control.commands(node, incarnation)).commands
+
+
+async def say(r, node, eviction, dropped=None, **more):
+    result = api.EvictionResult(**({"incarnation": "i1", "dropped": dropped} | more))
+    return await r.control.eviction_result(node, eviction, result)
+
+
+async def test_from_request_to_done(tmp_path):
+    async with running(tmp_path) as r:
+        await nodes(r, "a", "b")
+        made = await ask(r, keys=keys(1, 2, 1), tiers=["host"], deadline=30)
+        assert (made.state, [n.node for n in made.nodes]) == (S.RUNNING, ["a", "b"])
+        for node in ("a", "b"):
+            (command,) = await told(r, node)
+            assert (command.kind, command.transfer) == ("evict", made.id)
+            assert (command.keys, command.tiers, command.digests) == (keys(1, 2), ["host"], [])
+            assert command.deadline_in == 30
+        first = await say(r, "a", made.id, {"host": 2})
+        assert first.state is S.RUNNING
+        last = await say(r, "b", made.id, {"host": 0})
+        assert (last.state, last.ended) == (S.DONE, r.clock())
+        assert [n.dropped for n in last.nodes] == [{"host": 2}, {"host": 0}]
+        again = await say(r, "b", made.id, {"host": 7})
+        assert again == last
+        assert await told(r, "a") == []
+        assert await r.control.eviction(made.id) == last
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ({"model": "tiny"}, {NAMESPACE.digest.hex(), NEWER.digest.hex()}),
+        ({"model": "tiny", "revision": "r2"}, {NEWER.digest.hex()}),
+        ({"digests": ["ab" * 16]}, {"ab" * 16}),
+    ],
+)
+async def test_a_model_or_a_revision_or_a_namespace(tmp_path, what, expected):
+    async with running(tmp_path) as r:
+        await nodes(r, "a")
+        await ask(r, **what)
+        (command,) = await told(r, "a")
+        assert set(command.digests) == expected
+        assert command.keys == command.tiers == []
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "said"),
+    [
+        ({}, Malformed, "just one of"),
+        ({"keys": keys(1), "model": "tiny"}, Malformed, "just one of"),
+        ({"digests": ["ab" * 16], "revision": "r1"}, Malformed, "just one of"),
+        ({"model": "huge"}, Missing, "'huge'"),
+        ({"model": "tiny", "revision": "r9"}, Missing, "'tiny'"),
+        ({"model": "tiny", "nodes": ["z"]}, Missing, "'z'"),
+    ],
+)
+async def test_what_can_not_be_asked_says_why(tmp_path, what, error, said):
+    async with running(tmp_path) as r:
+        await nodes(r, "a")
+        with pytest.raises(error, match=said):
+            await ask(r, **what)
+        assert await told(r, "a") == []
+
+
+async def test_nobody_to_ask_is_an_error(tmp_path):
+    async with running(tmp_path) as r:
+        with pytest.raises(Missing, match="no node is up"):
+            await ask(r, keys=keys(1))
+
+
+async def test_a_node_that_could_not_makes_it_partial(tmp_path):
+    async with running(tmp_path) as r:
+        await nodes(r, "a", "b")
+        made = await ask(r, keys=keys(1))
+        await say(r, "a", made.id, {"host": 1})
+        ended = await say(r, "b", made.id, detail="no tier 'tape' here")
+        assert ended.state is S.PARTIAL
+        assert [n.detail for n in ended.nodes] == ["", "no tier 'tape' here"]
+
+
+async def test_a_command_is_offered_again_until_it_is_answered(tmp_path):
+    async with running(tmp_path) as r:
+        await nodes(r, "a")
+        made = await ask(r, keys=keys(1))
+        assert len(await told(r, "a")) == 1
+        assert await told(r, "a") == []
+        r.clock.advance(5)
+        (again,) = await told(r, "a")
+        assert (again.transfer, again.deadline_in) == (made.id, 55)
+        await join(r.control, "a", "i2")  # it started anew, and knows of nothing
+        assert len(await told(r, "a", "i2")) == 1
+        with pytest.raises(Expired):
+            await say(r, "a", made.id, {"host": 1})
+
+
+async def test_its_deadline_ends_it(tmp_path):
+    async with running(tmp_path) as r:
+        await nodes(r, "a", "b")
+        made = await ask(r, keys=keys(1), deadline=10)
+        await say(r, "a", made.id, {"host": 1})
+        r.clock.advance(10)
+        ended = await r.control.eviction(made.id)
+        assert (ended.state, ended.ended) == (S.EXPIRED, r.clock())
+        assert await told(r, "b") == []
+        assert (await say(r, "b", made.id, {"host": 1})).state is S.EXPIRED
+
+
+async def test_it_outlives_the_server(tmp_path):
+    async with running(tmp_path) as r:
+        await nodes(r, "a", "b")
+        made = await ask(r, model="tiny", revision="r2", deadline=60)
+        await say(r, "a", made.id, {"host": 1})
+        clock = r.clock
+    async with running(tmp_path, clock) as r:
+        await join(r.control, "a")
+        await join(r.control, "b")
+        assert await told(r, "a") == []
+        (command,) = await told(r, "b")
+        assert command.digests == [NEWER.digest.hex()]
+        assert (await say(r, "b", made.id, {"host": 0})).state is S.DONE
+
+
+async def test_lists_have_pages_and_old_ones_are_forgotten(tmp_path):
+    async with running(tmp_path, transfer_retention=100.0) as r:
+        await nodes(r, "a")
+        made = []
+        for number in range(3):
+            r.clock.advance(1)
+            made.append((await ask(r, keys=keys(number), deadline=10)).id)
+        first = (await r.http.get("/v1/evictions?limit=2")).json()
+        assert [e["id"] for e in first["evictions"]] == made[:2]
+        rest = (await r.http.get(f"/v1/evictions?after={first['next']}")).json()
+        assert ([e["id"] for e in rest["evictions"]], rest["next"]) == (made[2:], None)
+        r.clock.advance(10)
+        r.state.evictions.expire()
+        r.clock.advance(100.5)
+        r.state.evictions.forget_old()
+        with pytest.raises(Missing):
+            await r.control.eviction(made[0])
+
+
+async def test_only_who_was_asked_may_answer(tmp_path):
+    async with running(tmp_path) as r:
+        await nodes(r, "a", "b")
+        made = await ask(r, keys=keys(1), nodes=["a"])
+        with pytest.raises(Missing, match="does not ask node 'b'"):
+            await say(r, "b", made.id, {"host": 1})
+
+
+async def test_a_long_poll_wakes(tmp_path):
+    async with running(tmp_path) as r:
+        await nodes(r, "a")
+        poll = asyncio.create_task(r.control.commands("a", "i1", wait=20))
+        await asyncio.sleep(0)
+        made = await ask(r, keys=keys(1))
+        assert [c.transfer for c in (await poll).commands] == [made.id]
