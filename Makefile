@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# The tests also drive JAX on simulated devices; the demo and the linters do without.
+# The tests also drive JAX on simulated devices and an object store; the demo and the linters do
+# without.
 TEST_READY := $(VENV)/.test-ready
 
 # vLLM pins its own versions of nearly everything, so it lives in an environment of its own.
@@ -34,7 +35,7 @@ $(READY): pyproject.toml constraints.txt
 
 $(TEST_READY): $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[jax]'
+		--editable '.[jax,s3]'
 	touch $@
 
 # A ruff, mypy or FastAPI of another day finds other faults and writes another REST document. Renew
@@ -44,7 +45,7 @@ $(TEST_READY): $(READY)
 constraints: ## renew constraints.txt: the versions that .venv is made of
 	rm -rf $(VENV)-new
 	$(PYTHON) -m venv $(VENV)-new
-	$(VENV)-new/bin/pip install --quiet --disable-pip-version-check --editable '.[server,dev,jax]'
+	$(VENV)-new/bin/pip install --quiet --disable-pip-version-check --editable '.[server,dev,jax,s3]'
 	{ echo '# Written by `make constraints`: see the Makefile.'; \
 		$(VENV)-new/bin/pip freeze --exclude-editable; } > constraints.txt
 	rm -rf $(VENV)-new

@@ -15,7 +15,10 @@ import pytest
 import kvstrata
 
 SOURCES = Path(kvstrata.__file__).parent
-HEAVY = ("torch", "jax", "nixl", "nixl_cu12", "vllm", "fastapi", "sqlalchemy", "uvicorn", "pytest")
+HEAVY = (
+    *("torch", "jax", "nixl", "nixl_cu12", "vllm", "fastapi", "sqlalchemy", "uvicorn", "pytest"),
+    *("aioboto3", "aiohttp", "botocore"),
+)
 
 # DESIGN section 8: imports go down, or stay on their floor. A module has the floor of the longest
 # name here that leads to it; `testing` stands beside the house and nobody imports it.
@@ -26,6 +29,7 @@ FLOORS = {
     "kvstrata.keys": 1,
     "kvstrata.config": 1,
     "kvstrata.region": 1,
+    "kvstrata.numa": 1,
     "kvstrata.backoff": 1,
     "kvstrata.transports": 1,
     "kvstrata.layout": 2,

@@ -35,6 +35,10 @@ class Call:
         """Thread-safe."""
         return self.stopped or self._clock() >= self._deadline
 
+    def left(self) -> float:
+        """Seconds until its deadline; negative past it. Thread-safe."""
+        return self._deadline - self._clock()
+
 
 class Calls:
     """Of one tier. `patience` is the deadline, in seconds from now, of calls that bring none."""

@@ -1,0 +1,311 @@
+"""Single requests to an object store, for one event loop: see `obj_thread`.
+
+Errors of aiobotocore come through as they are; `obj_conditions.meaning` tells what they mean.
+Payloads leave in pieces, each copied once: what aiohttp may still hold when a request is cut short
+must not be item memory. They arrive in pieces that are copied to their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple
+
+from kvstrata.errors import ConfigError, Corrupt
+from kvstrata.keys import Key
+from kvstrata.tiers.base import checksum as checksum_of
+from kvstrata.tiers.obj_conditions import Damaged
+from kvstrata.tiers.obj_format import Header
+from kvstrata.tiers.obj_options import ObjOptions
+from kvstrata.tiers.obj_pace import TokenBucket
+
+__all__ = ["Found", "ListedObject", "ObjectClient", "Page", "Upload"]
+
+_PIECE = 256 << 10
+
+
+class Found(NamedTuple):
+    """An object as its metadata tell."""
+
+    nbytes: int
+    header: Header
+
+
+class ListedObject(NamedTuple):
+    """`modified` in seconds since the epoch."""
+
+    name: str
+    nbytes: int
+    modified: float
+
+
+class Page(NamedTuple):
+    """Part of a listing; `token` asks for the next, None: this is the last."""
+
+    objects: list[ListedObject]
+    token: str | None
+
+
+class Upload(NamedTuple):
+    """An upload in parts; `started` in seconds since the epoch."""
+
+    name: str
+    id: str
+    started: float
+
+
+class _Payload:
+    """A request's body: item memory, in pieces, for as long as its request runs."""
+
+    def __init__(self, view: memoryview, bucket: TokenBucket) -> None:
+        self._view: memoryview | None = view
+        self._nbytes = view.nbytes
+        self._bucket = bucket
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def read(self) -> bytes:
+        """botocore takes for a body what has this; aiohttp iterates."""
+        raise NotImplementedError
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for start in range(0, self._nbytes, _PIECE):
+            await self._bucket.take(min(_PIECE, self._nbytes - start))
+            if self._view is None:
+                return
+            yield bytes(self._view[start : start + _PIECE])
+
+    def end(self) -> None:
+        self._view = None
+
+
+class ObjectClient:
+    """Requests to one bucket. `open` it first, in the loop that uses it."""
+
+    def __init__(self, options: ObjOptions) -> None:
+        self._options = options
+        self._bucket = options.bucket
+        self._stack = contextlib.AsyncExitStack()
+        self._s3: Any = None
+        self._up = TokenBucket(options.upload_rate)
+        self._down = TokenBucket(options.download_rate)
+
+    async def open(self) -> None:
+        """Find credentials and prepare; asks the store nothing. Again: with new credentials.
+
+        Raises `Fault` if there are none, `ConfigError` if they are told in a way that can't work.
+        """
+        import aioboto3
+        from aiobotocore.session import AioSession
+        from botocore.exceptions import BotoCoreError
+
+        options = self._options
+        try:
+            raw = AioSession()
+            raw.register_component("data_loader", _loader())
+            session = aioboto3.Session(botocore_session=raw, profile_name=options.profile)
+            stack = contextlib.AsyncExitStack()
+            s3 = await stack.enter_async_context(
+                session.client(
+                    "s3",
+                    region_name=options.region or session.region_name or "us-east-1",
+                    endpoint_url=options.endpoint,
+                    verify=None if options.ca is None else str(options.ca),
+                    config=_config(options),
+                )
+            )
+        except (BotoCoreError, ValueError) as e:
+            raise ConfigError(f"obj tier: {e}") from e
+        for name in ("PutObject", "UploadPart"):
+            s3.meta.events.register_last(f"before-call.s3.{name}", _without_expect)
+        self._s3, (before, self._stack) = s3, (self._stack, stack)
+        await before.aclose()
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    # ------------------------------------------------------------ objects
+
+    async def head(self, name: str) -> Found:
+        """Raises `Corrupt` if it isn't a chunk's object."""
+        answer = await self._s3.head_object(Bucket=self._bucket, Key=name)
+        return Found(answer["ContentLength"], Header.parse(answer["Metadata"]))
+
+    async def load(self, name: str, key: Key, view: memoryview, exact: bool) -> int:
+        """Fill `view` with the verified payload, to its end if `exact`; the payload's length.
+
+        Raises `Damaged` if the object isn't this chunk, in this size, intact.
+        """
+        answer = await self._s3.get_object(Bucket=self._bucket, Key=name)
+        async with answer["Body"] as body:
+            try:
+                return await self._fill(answer, body, key, view, exact)
+            except Corrupt as e:
+                raise Damaged(str(e), answer.get("ETag", "")) from e
+
+    async def _fill(
+        self, answer: dict[str, Any], body: Any, key: Key, view: memoryview, exact: bool
+    ) -> int:
+        found = Found(answer["ContentLength"], Header.parse(answer["Metadata"]))
+        header = fitting(found, key, view, exact)
+        filled = 0
+        while piece := await body.content.readany():
+            if filled + len(piece) > header.payload_bytes:
+                raise Corrupt(f"more than the {header.payload_bytes} bytes it should have")
+            view[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            await self._down.take(len(piece))
+        if filled != header.payload_bytes:
+            raise ConnectionError(f"{filled} of {header.payload_bytes} bytes came")
+        if checksum_of(view[:filled]) != header.checksum:
+            raise Corrupt("payload checksum differs")
+        return filled
+
+    async def put(self, name: str, view: memoryview, header: Header, only_if_absent: bool) -> None:
+        body = _Payload(view, self._up)
+        condition = {"IfNoneMatch": "*"} if only_if_absent else {}
+        try:
+            await self._s3.put_object(
+                Bucket=self._bucket, Key=name, Body=body, Metadata=header.metadata(), **condition
+            )
+        finally:
+            body.end()
+
+    async def read_small(self, name: str) -> bytes:
+        """All of a small object, such as a document."""
+        answer = await self._s3.get_object(Bucket=self._bucket, Key=name)
+        async with answer["Body"] as body:
+            content: bytes = await body.read()
+            return content
+
+    async def write_small(self, name: str, content: bytes, only_if_absent: bool) -> None:
+        condition = {"IfNoneMatch": "*"} if only_if_absent else {}
+        await self._s3.put_object(
+            Bucket=self._bucket,
+            Key=name,
+            Body=content,
+            ContentType="application/json",
+            **condition,
+        )
+
+    async def copy(self, name: str, to: str, tag: str) -> None:
+        """With its metadata, inside the store, if it is still what has this tag."""
+        condition = {"CopySourceIfMatch": tag} if tag else {}
+        source = {"Bucket": self._bucket, "Key": name}
+        await self._s3.copy_object(Bucket=self._bucket, Key=to, CopySource=source, **condition)
+
+    async def delete(self, name: str) -> None:
+        """No error if it isn't there."""
+        await self._s3.delete_object(Bucket=self._bucket, Key=name)
+
+    async def delete_batch(self, names: Sequence[str]) -> set[str]:
+        """Delete up to 1000 at once; those that could not be."""
+        objects = [{"Key": name} for name in names]
+        answer = await self._s3.delete_objects(
+            Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True}
+        )
+        errors = answer.get("Errors", [])
+        return {error["Key"] for error in errors if error.get("Code") != "NoSuchKey"}
+
+    async def list_page(self, prefix: str, token: str | None) -> Page:
+        """Up to 1000 objects, by name."""
+        more = {} if token is None else {"ContinuationToken": token}
+        answer = await self._s3.list_objects_v2(Bucket=self._bucket, Prefix=prefix, **more)
+        objects = [
+            ListedObject(o["Key"], o["Size"], o["LastModified"].timestamp())
+            for o in answer.get("Contents", [])
+        ]
+        return Page(objects, answer.get("NextContinuationToken") if answer["IsTruncated"] else None)
+
+    # ------------------------------------------------------------ in parts
+
+    async def begin_upload(self, name: str, header: Header) -> str:
+        """The id of the upload."""
+        answer = await self._s3.create_multipart_upload(
+            Bucket=self._bucket, Key=name, Metadata=header.metadata()
+        )
+        upload: str = answer["UploadId"]
+        return upload
+
+    async def upload_part(self, name: str, upload: str, number: int, view: memoryview) -> str:
+        """Part `number`, from 1; its tag."""
+        body = _Payload(view, self._up)
+        try:
+            answer = await self._s3.upload_part(
+                Bucket=self._bucket, Key=name, UploadId=upload, PartNumber=number, Body=body
+            )
+        finally:
+            body.end()
+        tag: str = answer["ETag"]
+        return tag
+
+    async def end_upload(
+        self, name: str, upload: str, tags: Sequence[str], only_if_absent: bool
+    ) -> None:
+        parts = [{"PartNumber": n, "ETag": tag} for n, tag in enumerate(tags, 1)]
+        condition = {"IfNoneMatch": "*"} if only_if_absent else {}
+        await self._s3.complete_multipart_upload(
+            Bucket=self._bucket,
+            Key=name,
+            UploadId=upload,
+            MultipartUpload={"Parts": parts},
+            **condition,
+        )
+
+    async def abort_upload(self, name: str, upload: str) -> None:
+        await self._s3.abort_multipart_upload(Bucket=self._bucket, Key=name, UploadId=upload)
+
+    async def uploads(self, prefix: str) -> list[Upload]:
+        """The first thousand or so unfinished ones under the prefix."""
+        answer = await self._s3.list_multipart_uploads(Bucket=self._bucket, Prefix=prefix)
+        return [
+            Upload(u["Key"], u["UploadId"], u["Initiated"].timestamp())
+            for u in answer.get("Uploads", [])
+        ]
+
+
+def fitting(found: Found, key: Key, view: memoryview, exact: bool) -> Header:
+    """Its header, if that is this chunk's and of a size that fits. Raises `Corrupt`."""
+    header = found.header
+    if header.key != key:
+        raise Corrupt(f"object holds another chunk, {header.key.hex()}")
+    if header.payload_bytes != found.nbytes:
+        raise Corrupt(f"{found.nbytes} bytes, its metadata say {header.payload_bytes}")
+    if found.nbytes > view.nbytes or (exact and found.nbytes != view.nbytes):
+        raise Corrupt(f"{found.nbytes} bytes for a chunk of {view.nbytes}")
+    return header
+
+
+@functools.cache
+def _loader() -> Any:
+    """Of the description of S3, which takes a quarter of a second to read."""
+    from botocore.loaders import create_loader
+
+    return create_loader()
+
+
+def _config(options: ObjOptions) -> Any:
+    from botocore.config import Config
+
+    style = options.addressing
+    if style == "auto" and options.endpoint is not None:
+        style = "path"
+    width = options.load_concurrency + options.store_concurrency + options.lookup_concurrency
+    return Config(
+        connect_timeout=options.connect_timeout,
+        read_timeout=max(options.deadline, 1.0),
+        max_pool_connections=width + 8,
+        retries={"total_max_attempts": 1},  # ours know the deadline
+        # The payload has its own checksum; another, and a signed digest, would cost more CPU
+        # than all the rest.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        s3={"addressing_style": style, "payload_signing_enabled": False},
+    )
+
+
+def _without_expect(params: dict[str, Any], **_: Any) -> None:
+    """A round trip before every body, to services that may not answer it."""
+    params["headers"].pop("Expect", None)
