@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import signal
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata import numa
 from kvstrata.errors import ConfigError, LinkBroken, Malformed
+from kvstrata.numa import memory_nodes
 from kvstrata.region import Region, sweep
 
 SIZE = 4 * mmap.PAGESIZE
@@ -121,6 +124,51 @@ def test_huge_pages_are_asked_for_unless_told_not_to(tmp_path: Path) -> None:
         assert ("hg" in flags_of(region)) == asked
         assert bytes(region.view) == bytes(SIZE)
         region.close()
+
+
+def policy_of(region: Region) -> str:
+    """Of this process's mapping of it, as the kernel tells it (numa_maps)."""
+    lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    (policy,) = {line.split()[1] for line in lines if str(region.path) in line}
+    return policy
+
+
+def test_memory_of_a_numa_node_is_preferred_where_the_kernel_lets_us(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not Path("/proc/self/numa_maps").exists():
+        pytest.skip("this kernel is built without NUMA")
+    node = memory_nodes()[-1]
+    region = Region.create("n", "1", SIZE, tmp_path, numa_node=node)
+    if caplog.messages:
+        region.close()
+        pytest.skip(caplog.messages[0])
+    assert policy_of(region) == f"prefer:{node}"
+    assert bytes(region.view) == bytes(SIZE)
+    region.close()
+    assert not region.path.exists()
+    other = Region.create("n", "2", SIZE, tmp_path)
+    assert policy_of(other) == "default"
+    other.close()
+
+
+def test_a_kernel_that_binds_no_memory_is_told_of_and_the_region_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(numa, "_mbind", lambda *_: errno.EPERM)
+    region = Region.create("n", "1", SIZE, tmp_path, numa_node=0)
+    assert "numactl --preferred=0" in caplog.text
+    assert "seccomp" in caplog.text
+    assert bytes(region.view) == bytes(SIZE)
+    region.close()
+
+
+def test_a_numa_node_that_is_not_here_leaves_no_region(tmp_path: Path) -> None:
+    if not memory_nodes():
+        pytest.skip("this kernel tells of no NUMA nodes")
+    with pytest.raises(ConfigError, match=r"host\.numa_node is 1000: nodes of this host"):
+        Region.create("n", "1", SIZE, tmp_path, numa_node=1000)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_memory_that_is_not_there_is_told_and_not_left_to_kill_its_users(tmp_path: Path) -> None:

@@ -150,11 +150,15 @@ class HostSettings(_Section):
     shm_dir: Path = Path("/dev/shm")  # noqa: S108 - where the kernel mounts POSIX shm
     """A tmpfs that engines can map."""
     populate: bool = True
-    """Touch every page at start: later page faults would cost more than the copies. The node's own
-    NUMA policy decides where they lie: start it under `numactl --interleave=all` to spread them."""
+    """Touch every page at start: later page faults would cost more than the copies. `numa_node` or
+    the node's own NUMA policy decides where they lie: start it under `numactl --interleave=all` to
+    spread them."""
     huge_pages: Literal["auto", "never"] = "auto"
     """`auto` asks for huge pages; the kernel gives them where the tmpfs of `shm_dir` is mounted
     with `huge=advise`, `within_size` or `always`."""
+    numa_node: Annotated[int, Field(ge=0, le=1022)] | None = None
+    """NUMA node whose memory the region prefers, as that of the GPUs or the NIC; absent: the
+    node's own policy decides. A kernel or container that refuses is told of in the log."""
     lease_ttl: Seconds = 30.0
     """How long a found chunk is kept for who asked, unless renewed or released."""
     reserve_ttl: Seconds = 60.0

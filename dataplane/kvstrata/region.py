@@ -9,16 +9,21 @@ regions of living ones without trusting process ids, and remove them.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import re
 from pathlib import Path
 
 from kvstrata.errors import ConfigError, LinkBroken, Malformed
+from kvstrata.numa import prefer_node
 
 __all__ = ["PREFIX", "Region", "sweep"]
+
+_log = logging.getLogger(__name__)
 
 PREFIX = "kvstrata-"
 _NAME = re.compile(r"kvstrata-[A-Za-z0-9._-]{1,160}")
@@ -50,10 +55,13 @@ class Region:
         shm_dir: Path,
         populate: bool = True,
         huge_pages: bool = True,
+        numa_node: int | None = None,
     ) -> Region:
-        """Create, lock and populate it. Raises `ConfigError` if it does not fit.
+        """Create, lock and populate it. Raises `ConfigError` if it does not fit, or if this host
+        has no such NUMA node.
 
-        `huge_pages` is a hint: the kernel takes it if the tmpfs is mounted so that it may.
+        `huge_pages` is a hint: the kernel takes it if the tmpfs is mounted so that it may. So is
+        `numa_node`, whose memory is preferred; a kernel that won't is told of in the log.
         """
         _check_fits(size, shm_dir)
         path = shm_dir / f"{PREFIX}{node}-{incarnation}"
@@ -68,22 +76,40 @@ class Region:
             region = cls(path, fd, size, owner=True)
         except BlockingIOError:
             os.close(fd)
-            return cls.create(node, f"{incarnation}-2", size, shm_dir, populate, huge_pages)
+            again = f"{incarnation}-2"
+            return cls.create(node, again, size, shm_dir, populate, huge_pages, numa_node)
         except BaseException:
             os.close(fd)
             path.unlink(missing_ok=True)
             raise
-        if huge_pages:
-            # Before the first touch, which decides. Refused by kernels built without them.
-            with contextlib.suppress(OSError):
-                region._map.madvise(mmap.MADV_HUGEPAGE)
-        if populate:
-            try:
+        try:
+            # Before the first touch, which decides.
+            if huge_pages:
+                with contextlib.suppress(OSError):  # refused by kernels built without them
+                    region._map.madvise(mmap.MADV_HUGEPAGE)
+            if numa_node is not None:
+                region._prefer(numa_node)
+            if populate:
                 region.populate()
-            except BaseException:
-                region.close()
-                raise
+        except BaseException:
+            region.close()
+            raise
         return region
+
+    def _prefer(self, node: int) -> None:
+        first = ctypes.c_char.from_buffer(self._map)
+        try:
+            trouble = prefer_node(ctypes.addressof(first), self.size, node)
+        finally:
+            del first  # it keeps the mapping
+        if trouble is not None:
+            _log.warning(
+                "the region's memory is not bound to NUMA node %d (%s); or start the node under "
+                "numactl --preferred=%d",
+                node,
+                trouble,
+                node,
+            )
 
     def populate(self) -> None:
         """Touch every page. Takes about a second a GiB, in which other threads run; a region

@@ -141,6 +141,7 @@ class Node:
             host.shm_dir,
             populate=False,
             huge_pages=host.huge_pages == "auto",
+            numa_node=host.numa_node,
         )
         self.region = region
         self._stack.callback(self._close_region)
