@@ -9,32 +9,35 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fs_kit import SIZE, FaultySystem, blank, item, key, loads, path, temps
 
 from kvstrata.errors import ConfigError, Expired
 from kvstrata.keys import Key, Namespace, make_key
 from kvstrata.testing import Damage, FakeClock, TierTests
 from kvstrata.testing.chunks import a_namespace
-from kvstrata.testing.tiers import aligned, payload
+from kvstrata.testing.tiers import aligned
 from kvstrata.tiers.base import Item, Outcome, TierContext
 from kvstrata.tiers.fs import FsTier
 from kvstrata.tiers.fs_format import PAGE_BYTES, file_bytes, path_of
 
-SIZE = 10_000
 STORED, PRESENT, LOADED = Outcome.STORED, Outcome.PRESENT, Outcome.LOADED
 MISSING, NO_ROOM, FAILED = Outcome.MISSING, Outcome.NO_ROOM, Outcome.FAILED
 
 
 class TestFsTier(TierTests):
+    keeps_heads = True
+    damages = tuple(Damage)
+
     async def open_tier(self, tmp_path: Path, context: TierContext) -> FsTier:
         self.root = tmp_path
-        return await FsTier.open({"root": tmp_path}, context)
+        self.system = FaultySystem()
+        return await FsTier.open({"root": tmp_path}, context, self.system)
 
     async def open_bounded(self, tmp_path: Path, context: TierContext, capacity: int) -> FsTier:
         return await FsTier.open({"root": tmp_path, "capacity": capacity}, context)
@@ -45,43 +48,36 @@ class TestFsTier(TierTests):
         match how:
             case Damage.FLIP:
                 content[PAGE_BYTES + 5] ^= 1
-                path.write_bytes(content)
             case Damage.TRUNCATE:
-                path.write_bytes(content[: len(content) // 2])
+                content = content[: len(content) // 2]
             case Damage.SWAP:
-                path.write_bytes(partner.read_bytes())
-                partner.write_bytes(content)
+                content, theirs = bytearray(partner.read_bytes()), content
+                partner.write_bytes(theirs)
+            case Damage.HEADER:
+                content[73] ^= 1
+            case Damage.EMPTY:
+                content.clear()
+            case Damage.GROWN:
+                content += bytes(PAGE_BYTES)
+            case Damage.ZEROED:
+                content = bytearray(len(content))
+            case Damage.VERSION:
+                content[8] = 9
+        path.write_bytes(content)
 
+    @contextlib.contextmanager
+    def stall(self, tier: Any) -> Iterator[None]:
+        self.system.only = lambda path: path.endswith((".kv", ".tmp"))
+        self.system.hold("preadv", "pwritev")
+        try:
+            yield
+        finally:
+            self.system.let_go()
 
-def key(i: int) -> Key:
-    return a_namespace().key(0, i.to_bytes(4, "little"))
-
-
-def item(i: int, size: int = SIZE) -> Item:
-    view = aligned(size)
-    view[:] = payload(key(i), size)
-    return Item(key(i), view)
-
-
-def blank(i: int, size: int = SIZE) -> Item:
-    return Item(key(i), aligned(size))
-
-
-def path(root: Path, i: int) -> Path:
-    return root / path_of(key(i))
-
-
-def temps(root: Path) -> list[Path]:
-    return list(root.rglob(".*.tmp"))
-
-
-async def loads(tier: FsTier, *ids: int) -> list[bool]:
-    """Whether each chunk loads; that its bytes are right is checked."""
-    items = [blank(i) for i in ids]
-    outcomes = await tier.load(items)
-    for i, outcome in zip(items, outcomes, strict=True):
-        assert outcome is not LOADED or i.view == payload(i.key, i.view.nbytes)
-    return [outcome is LOADED for outcome in outcomes]
+    async def kill(self, tier: Any) -> None:
+        tier._upkeep._watch.cancel()
+        os.close(tier._core.root._lock)  # as the kernel does
+        tier._core.root._lock = -1
 
 
 @pytest.fixture
@@ -95,15 +91,20 @@ def removed() -> list[Key]:
 
 
 @pytest.fixture
+def system() -> FaultySystem:
+    return FaultySystem()
+
+
+@pytest.fixture
 async def opened(
-    tmp_path: Path, clock: FakeClock, removed: list[Key]
+    tmp_path: Path, clock: FakeClock, removed: list[Key], system: FaultySystem
 ) -> AsyncIterator[Callable[..., Any]]:
     """Opens a tier over `tmp_path` with the options given, and closes it at the end."""
     tiers: list[FsTier] = []
 
     async def open_tier(**options: Any) -> FsTier:
         context = TierContext("node", clock=clock, on_removed=removed.extend)
-        tiers.append(await FsTier.open({"root": tmp_path, **options}, context))
+        tiers.append(await FsTier.open({"root": tmp_path, **options}, context, system))
         return tiers[-1]
 
     yield open_tier
@@ -166,8 +167,11 @@ async def test_counters(opened: Callable[..., Any]) -> None:
         "loaded": 2,
         "load_bytes": 2 * SIZE,
         "evicted": 1,
+        "expired": 0,
         "corrupt": 0,
         "errors": 0,
+        "stuck": 0,
+        "direct": 0,
     }
 
 
@@ -353,15 +357,18 @@ async def test_a_full_disk_is_no_room(small_disk: Path) -> None:
 
 
 @contextlib.contextmanager
-def busy_writers(tier: FsTier, threads: int) -> Iterator[threading.Event]:
-    """All write threads wait for the event."""
-    free = threading.Event()
-    for _ in range(threads):
-        tier._writers.submit(free.wait, 30)
+def busy_writers(system: FaultySystem) -> Iterator[None]:
+    """Whoever writes or links a chunk's file waits."""
+    system.only = lambda path: path.endswith(".kv")
+    system.hold("rename")
     try:
-        yield free
+        yield
     finally:
-        free.set()
+        system.let_go()
+
+
+async def reached(system: FaultySystem) -> None:
+    assert await asyncio.to_thread(system.reached.wait, 30)
 
 
 async def settle() -> None:
@@ -369,105 +376,106 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_loads_and_lookups_do_not_wait_for_stores(opened: Callable[..., Any]) -> None:
+async def test_loads_and_lookups_do_not_wait_for_stores(
+    opened: Callable[..., Any], system: FaultySystem
+) -> None:
     tier = await opened(write_threads=2)
     await tier.store([item(0)])
-    with busy_writers(tier, 2):
-        store = asyncio.ensure_future(tier.store([item(1)]))
+    with busy_writers(system):
+        store = asyncio.ensure_future(tier.store([item(i) for i in range(1, 9)]))
+        await reached(system)
         assert await loads(tier, 0) == [True]
         assert await tier.lookup([key(0), key(1)]) == [True, False]
         assert not store.done()
-    assert await store == [STORED]
+    assert await store == [STORED] * 8
 
 
 async def test_what_was_not_begun_by_the_deadline_fails(
-    opened: Callable[..., Any], clock: FakeClock, tmp_path: Path
+    opened: Callable[..., Any], clock: FakeClock, tmp_path: Path, system: FaultySystem
 ) -> None:
-    tier = await opened(write_threads=2, capacity="1MiB")
-    with busy_writers(tier, 2):
-        store = asyncio.ensure_future(tier.store([item(0), item(1)], deadline=clock() + 5))
+    tier = await opened(write_threads=1, capacity="1MiB")
+    with busy_writers(system):
+        first = asyncio.ensure_future(tier.store([item(9)], deadline=clock() + 60))
+        await reached(system)
+        late = await_all(tier.store([item(0), item(1)], deadline=clock() + 0.5))
         await settle()
-        clock.advance(5)
-    assert await store == [FAILED, FAILED]
+        clock.advance(0.5)
+        # Nothing of it was begun, so nothing keeps it.
+        assert await late == [FAILED, FAILED]
+    assert await first == [STORED]
     assert not path(tmp_path, 0).exists()
     assert await tier.store([item(0)]) == [STORED], "the room it claimed was not given back"
     assert tier.usage().counters["errors"] == 0
 
 
-async def test_the_default_deadline(opened: Callable[..., Any], clock: FakeClock) -> None:
-    tier = await opened(write_threads=1, deadline="2s")
-    with busy_writers(tier, 1):
+def await_all(call: Any) -> asyncio.Future[Any]:
+    return asyncio.ensure_future(call)
+
+
+async def test_the_default_deadline(
+    opened: Callable[..., Any], clock: FakeClock, system: FaultySystem
+) -> None:
+    tier = await opened(write_threads=1, deadline="2s", stuck_after="1h")
+    with busy_writers(system):
+        first = asyncio.ensure_future(tier.store([item(9)], deadline=clock() + 60))
+        await reached(system)
         store = asyncio.ensure_future(tier.store([item(0)]))
         await settle()
         clock.advance(2)
-    assert await store == [FAILED]
+        assert await store == [FAILED]
+    assert await first == [STORED]
 
 
-async def test_a_cancelled_store_ends_when_its_threads_have(opened: Callable[..., Any]) -> None:
+async def test_a_cancelled_store_ends_when_its_threads_have(
+    opened: Callable[..., Any], system: FaultySystem
+) -> None:
     tier = await opened(write_threads=2)
-    with busy_writers(tier, 2):
-        store = asyncio.ensure_future(tier.store([item(0), item(1)]))
-        await settle()
-        store.cancel()
-        await settle()
-        store.cancel()
-        await settle()
+    with busy_writers(system):
+        store = asyncio.ensure_future(tier.store([item(i) for i in range(4)]))
+        await reached(system)
+        for _ in range(2):
+            store.cancel()
+            await settle()
         assert not store.done(), "its memory may still be read"
     with pytest.raises(asyncio.CancelledError):
         await store
-    assert await tier.lookup([key(0), key(1)]) == [False, False]
+    assert set(tier.keys()) <= {key(0), key(1)}, "more was begun after it was cancelled"
+    assert await tier.lookup([key(2), key(3)]) == [False, False]
 
 
-async def test_drain_gives_up_at_its_deadline(opened: Callable[..., Any], clock: FakeClock) -> None:
+async def test_drain_gives_up_at_its_deadline(
+    opened: Callable[..., Any], clock: FakeClock, system: FaultySystem
+) -> None:
     tier = await opened(write_threads=1)
-    with busy_writers(tier, 1):
+    with busy_writers(system):
         store = asyncio.ensure_future(tier.store([item(0)]))
-        await settle()
+        await reached(system)
         with pytest.raises(Expired, match="1 calls still run"):
             await tier.drain(deadline=clock())
     assert await store == [STORED]
 
 
-class GatedClock:
-    """Holds the first thread of a pool that asks for the time once its first item is done."""
-
-    def __init__(self, pool: str) -> None:
-        self.pool = pool
-        self.asked = 0
-        self.reached, self.gate = threading.Event(), threading.Event()
-
-    def __call__(self) -> float:
-        if threading.current_thread().name.startswith(self.pool):
-            self.asked += 1
-            if self.asked == 2:
-                self.reached.set()
-                self.gate.wait(30)
-        return 0.0
-
-
-@pytest.mark.parametrize(
-    ("pool", "outcome"), [("kvstrata-fs-read", LOADED), ("kvstrata-fs-write", PRESENT)]
-)
+@pytest.mark.parametrize("outcome", [LOADED, PRESENT, STORED])
 async def test_what_is_evicted_under_a_call_stays_evicted(
-    tmp_path: Path, pool: str, outcome: Outcome
+    opened: Callable[..., Any], system: FaultySystem, tmp_path: Path, outcome: Outcome
 ) -> None:
-    tier = await FsTier.open({"root": tmp_path}, TierContext("node"))
-    await tier.store([item(0)])
-    await tier.close()
-    clock = GatedClock(pool)
-    tier = await FsTier.open({"root": tmp_path}, TierContext("node", clock=clock))
+    tier = await opened()
+    if outcome is not STORED:
+        await tier.store([item(0)])
+    # The file has been read or written, and the call has not settled.
+    system.only = lambda name: name == str(path(tmp_path, 0)) or name.endswith(".tmp")
+    system.hold("close")
     call = tier.load([blank(0)]) if outcome is LOADED else tier.store([item(0)])
     running = asyncio.ensure_future(call)
-    try:
-        assert await asyncio.to_thread(clock.reached.wait, 30)
+    await reached(system)
+    if outcome is not STORED:
         assert await tier.evict([key(0)]) == [True]
-    finally:
-        clock.gate.set()
+    system.let_go()
     assert await running == [outcome]
-    assert tier.keys() == []
-    assert tier.usage().used_bytes == 0
-    assert await tier.lookup([key(0)]) == [False]
-    await tier.close()
+    if outcome is not STORED:
+        assert tier.keys() == []
+        assert tier.usage().used_bytes == 0
+        assert await tier.lookup([key(0)]) == [False]
 
 
 # ---------------------------------------------------------------- sudden death
@@ -477,7 +485,7 @@ import asyncio, sys
 from kvstrata.tiers.base import TierContext
 from kvstrata.tiers.fs import FsTier
 sys.path.insert(0, sys.argv[2])
-from test_fs import item
+from fs_kit import item
 
 async def main():
     tier = await FsTier.open({"root": sys.argv[1]}, TierContext("node"))
@@ -501,7 +509,7 @@ async def test_kill_9_while_storing(opened: Callable[..., Any], tmp_path: Path) 
     acknowledged = max([acknowledged, *map(int, (await process.stdout.read()).split())])
     await process.wait()
     # What a writer that dies inside a write leaves, whether or not this one did.
-    [lock] = list((tmp_path / "writers").iterdir())
+    [lock] = list((tmp_path / "writers").glob("*.lock"))
     (path(tmp_path, 0).parent / f".{lock.stem}.999999.tmp").write_bytes(b"half a ch")
     tier = await opened()
     ids = range(acknowledged + 8)

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import threading
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
+from fs_kit import FaultySystem, temps
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.errors import ConfigError, Corrupt
 from kvstrata.keys import Key, make_key
 from kvstrata.testing.tiers import aligned, payload
-from kvstrata.tiers.fs_files import QUARANTINE, QUARANTINE_FILES, ChunkFiles
+from kvstrata.tiers.fs_files import ChunkFiles
 from kvstrata.tiers.fs_format import (
     PAGE_BYTES,
     Header,
     file_bytes,
     key_of,
+    namespace_of,
     pack_header,
     parse_header,
     path_of,
 )
-from kvstrata.tiers.fs_root import IDENTITY, WRITERS, Root
+from kvstrata.tiers.fs_index import Found
+from kvstrata.tiers.fs_quarantine import QUARANTINE, Quarantine
+from kvstrata.tiers.fs_root import IDENTITY, WRITERS, Root, RootGone
+from kvstrata.tiers.fs_system import DIRECT, FileSystem
+from kvstrata.tiers.fs_walk import folders, look
 
 NAMESPACE = bytes(range(16))
 KEY = make_key(NAMESPACE, 3, bytes(range(100, 132)))
@@ -47,13 +57,20 @@ def files(root: Root) -> ChunkFiles:
 def write(files: ChunkFiles, key: Key = KEY, size: int = SIZE) -> bool:
     view = aligned(size)
     view[:] = payload(key, size)
-    return files.write(key, view, None)[0]
+    return files.write(key, view, None).new
 
 
 def read(files: ChunkFiles, key: Key = KEY, size: int = SIZE) -> bytes:
     view = aligned(size)
     files.read(key, view)
     return bytes(view)
+
+
+def walk(root: Root) -> tuple[list[Found], int]:
+    """All chunks, the oldest first, and how many files were set aside."""
+    steps = [look(root, Quarantine(root), folder) for folder in folders(root)]
+    root.sweep_writers()
+    return sorted(f for step in steps for f in step.found), sum(step.broken for step in steps)
 
 
 def quarantined(root: Path) -> list[str]:
@@ -73,6 +90,11 @@ def test_header_layout_is_the_published_one() -> None:
     assert raw[16:68] == KEY
     assert struct.unpack_from("<IQQ", raw, 68) == (0, 5000, 0x0123456789ABCDEF)
     assert raw[88:4088] == bytes(4000)
+    pack_header(page, Header(KEY, 5000, 1, parent=KEY[:-1], offset=1 << 20))
+    raw = bytes(page)
+    assert struct.unpack_from("<I", raw, 68) == (51,)
+    assert struct.unpack_from("<Q51sx", raw, 88) == (1 << 20, KEY[:-1])
+    assert raw[148:4088] == bytes(3940)
     assert raw[4088:] == struct.pack("<Q", xxhash.xxh3_64_intdigest(raw[:4088]))
 
 
@@ -92,10 +114,10 @@ keys = st.builds(
 )
 
 
-@given(keys, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
-def test_headers_round_trip(key: Key, payload_bytes: int, checksum: int) -> None:
+@given(keys, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.none() | keys)
+def test_headers_round_trip(key: Key, payload_bytes: int, checksum: int, up: Key | None) -> None:
     page = aligned(PAGE_BYTES)
-    header = Header(key, payload_bytes, checksum)
+    header = Header(key, payload_bytes, checksum, up)
     pack_header(page, header)
     assert parse_header(page) == header
 
@@ -103,7 +125,7 @@ def test_headers_round_trip(key: Key, payload_bytes: int, checksum: int) -> None
 @given(keys)
 def test_names_round_trip(key: Key) -> None:
     namespace, outer, inner, name = path_of(key).split("/")
-    assert key_of(namespace, name) == key
+    assert key_of(namespace_of(namespace) or b"", name) == key
     assert len(outer) == len(inner) == 2
 
 
@@ -136,8 +158,12 @@ def test_paths(hash_: bytes, expected: str) -> None:
     ],
 )
 def test_names_that_are_no_chunks(name: str) -> None:
-    assert key_of(NAMESPACE.hex(), name) is None
-    assert key_of("quarantine", "ab.7.kv") is None
+    assert key_of(NAMESPACE, name) is None
+
+
+@pytest.mark.parametrize("name", ["quarantine", "lost+found", "", "ab" * 15, "AB" * 16])
+def test_directories_that_are_no_namespaces(name: str) -> None:
+    assert namespace_of(name) is None
 
 
 @pytest.mark.parametrize(("size", "expected"), [(0, 4096), (1, 8192), (4096, 8192), (4097, 12288)])
@@ -207,15 +233,24 @@ def test_a_payload_of_another_size_in_the_same_pages_is_corrupt(files: ChunkFile
         read(files, size=SIZE)
 
 
-def test_quarantine_keeps_the_newest(files: ChunkFiles, tmp_path: Path) -> None:
-    keys = [make_key(NAMESPACE, 0, bytes([i])) for i in range(QUARANTINE_FILES + 6)]
+@pytest.mark.parametrize(("most_files", "most_pages"), [(5, 1000), (1000, 10)])
+def test_quarantine_keeps_the_newest_within_its_bounds(
+    root: Root, tmp_path: Path, most_files: int, most_pages: int
+) -> None:
+    files = ChunkFiles(root, Quarantine(root, most_files, most_pages * PAGE_BYTES))
+    keys = [make_key(NAMESPACE, 0, bytes([i])) for i in range(12)]
     for key in keys:
         write(files, key, 1)
-        os.truncate(tmp_path / path_of(key), 10)
+        path = tmp_path / path_of(key)
+        path.write_bytes(bytes(2 * PAGE_BYTES))
         with pytest.raises(Corrupt):
             read(files, key, 1)
+        assert not path.exists()
     names = quarantined(tmp_path)
-    assert [name.split("-")[1] for name in names] == [f"{k[20:].hex()}.0.kv" for k in keys[6:]]
+    assert [name.split("-")[1] for name in names] == [f"{k[20:].hex()}.0.kv" for k in keys[7:]]
+    assert files.quarantine.empty()
+    assert quarantined(tmp_path) == []
+    assert not files.quarantine.empty()
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", bytes(file_bytes(SIZE))])
@@ -255,53 +290,201 @@ def test_a_fifo_in_the_place_of_a_file_holds_no_thread(files: ChunkFiles, tmp_pa
 # ---------------------------------------------------------------- recovery
 
 
-def test_recovery_finds_chunks_oldest_first(files: ChunkFiles, tmp_path: Path) -> None:
+def test_a_walk_finds_chunks_and_their_age(root: Root, files: ChunkFiles, tmp_path: Path) -> None:
     keys = [make_key(NAMESPACE, g, h) for g in (0, 12) for h in (b"\1", b"\1\2", b"\3" * 32)]
     for i, key in enumerate(keys):
         write(files, key)
-        os.utime(tmp_path / path_of(key), ns=(0, 1000 - i))
-    found, broken = files.recover()
+        os.utime(tmp_path / path_of(key), ns=(0, 1_000_000 - 1000 * i))
+    found, broken = walk(root)
     assert [f.key for f in found] == keys[::-1]
     assert broken == 0
     on_disk = [(tmp_path / path_of(key)).stat().st_blocks * 512 for key in keys[::-1]]
     assert [f.disk_bytes for f in found] == on_disk
 
 
-def test_recovery_sets_broken_files_aside_and_ignores_strangers(
-    files: ChunkFiles, tmp_path: Path
+def test_a_walk_sets_aside_what_is_no_chunk_where_chunks_are(
+    root: Root, files: ChunkFiles, tmp_path: Path
 ) -> None:
     write(files)
     path = tmp_path / path_of(KEY)
     os.truncate(path, 5000)
-    (path.parent / "notes.txt").write_text("mine")
+    strange = [path.parent / "notes.txt", path.parent.parent / "notes.txt"]
     misplaced = path.parent / "ffff.0.kv"
     misplaced.write_bytes(bytes(PAGE_BYTES))
+    document = tmp_path / NAMESPACE.hex() / "namespace.json"
+    ours = [document, tmp_path / "README", path.parent / "folder" / "x"]
+    (path.parent / "folder").mkdir()
     (tmp_path / "lost+found").mkdir()
-    assert files.recover() == ([], 1)
-    assert len(quarantined(tmp_path)) == 1
-    assert misplaced.exists()
-    assert (path.parent / "notes.txt").exists()
+    for file in [*strange, *ours]:
+        file.write_text("x")
+    assert walk(root) == ([], 4)
+    assert not any(file.exists() for file in [path, misplaced, *strange])
+    assert all(file.exists() for file in ours)
+    assert [n.split("-", 1)[1] for n in quarantined(tmp_path)].count("notes.txt") == 2
 
 
-def test_recovery_sweeps_what_dead_writers_left(files: ChunkFiles, tmp_path: Path) -> None:
+def test_a_walk_sweeps_what_dead_writers_left(
+    root: Root, files: ChunkFiles, tmp_path: Path
+) -> None:
     write(files)
     chunk = tmp_path / path_of(KEY)
     living = Root(tmp_path)
-    [writer] = {p.stem for p in (tmp_path / WRITERS).iterdir() if p.stem in living._temp("")}
     dead = [folder / DEAD_TEMP for folder in (tmp_path, tmp_path / NAMESPACE.hex(), chunk.parent)]
-    alive = chunk.parent / f".{writer}.3.tmp"
+    alive = chunk.parent / f".{living.writer}.3.tmp"
     lock = tmp_path / WRITERS / "12345-0123456789ab.lock"
     for path in [*dead, alive, lock]:
         path.touch()
-    found, _ = files.recover()
+    found, _ = walk(root)
     assert [f.key for f in found] == [KEY]
     assert alive.exists()
     assert not any(path.exists() for path in [*dead, lock])
-    assert (tmp_path / WRITERS / f"{writer}.lock").exists()
+    assert (tmp_path / WRITERS / f"{living.writer}.lock").exists()
     living.close()
     living.close()
-    files.recover()
+    walk(root)
     assert not alive.exists()
+
+
+def test_without_locks_what_is_old_is_left_over(tmp_path: Path) -> None:
+    class NoLocks(FileSystem):
+        def lock(self, fd: int) -> bool:
+            raise OSError(errno.ENOLCK, "no locks")
+
+    root = Root(tmp_path, NoLocks())
+    other = Root(tmp_path, NoLocks())
+    old, new = (tmp_path / f".{other.writer}.{i}.tmp" for i in range(2))
+    for path, age in ((old, 7200), (new, 60)):
+        path.touch()
+        os.utime(path, (time.time() - age,) * 2)
+    walk(root)
+    assert (old.exists(), new.exists()) == (False, True)
+    assert (tmp_path / WRITERS / f"{other.writer}.lock").exists()
+
+
+def test_a_writer_that_was_taken_for_dead_says_that_it_lives(root: Root, tmp_path: Path) -> None:
+    (tmp_path / WRITERS / f"{root.writer}.lock").unlink()
+    root.say_alive()
+    assert root.writer in root.writers()
+    assert not Root(tmp_path).dead(root.writer)
+
+
+# ---------------------------------------------------------------- past the page cache
+
+
+@pytest.mark.parametrize("size", [1, 4096, 65_536, 100_001])
+@pytest.mark.parametrize("shift", [0, 1, 512])
+def test_o_direct_and_the_page_cache_read_each_other(
+    root: Root, tmp_path: Path, size: int, shift: int
+) -> None:
+    if not root.direct:
+        pytest.skip("this file system does not take O_DIRECT")
+    always, never = ChunkFiles(root, direct_from=0), ChunkFiles(root, direct_from=1 << 40)
+    for i, (writer, reader) in enumerate([(always, never), (never, always), (always, always)]):
+        key = make_key(NAMESPACE, i, b"k")
+        view = aligned(size + shift)[shift:]
+        view[:] = payload(key, size)
+        written = writer.write(key, view, None)
+        assert written.direct == (writer is always and shift == 0)
+        back = aligned(size + shift + PAGE_BYTES, fill=0xAA)
+        got = reader.read(key, back[shift : shift + size])
+        assert got.direct == (reader is always and shift == 0)
+        assert back[shift : shift + size] == payload(key, size)
+        assert back[shift + size :] == b"\xaa" * PAGE_BYTES, "written past the view"
+        assert (tmp_path / path_of(key)).stat().st_size == file_bytes(size)
+
+
+def test_o_direct_can_be_off_and_refusals_are_lived_with(tmp_path: Path) -> None:
+    assert not Root(tmp_path, direct="off").direct
+
+    class Refuses(FileSystem):
+        refuses = False
+
+        def open(self, path: str, flags: int, mode: int = 0o644) -> int:
+            if flags & DIRECT and self.refuses:
+                raise OSError(errno.EINVAL, "no O_DIRECT")
+            return super().open(path, flags, mode)
+
+    system = Refuses()
+    root = Root(tmp_path, system)
+    files = ChunkFiles(root, direct_from=0)
+    system.refuses = True
+    assert write(files)
+    assert read(files) == payload(KEY, SIZE)
+    assert not root.direct
+    assert not Root(tmp_path, system).direct
+    with pytest.raises(ConfigError, match="does not take O_DIRECT"):
+        Root(tmp_path, system, direct="on")
+
+
+# ---------------------------------------------------------------- durability
+
+
+@pytest.mark.parametrize(
+    ("durability", "file_syncs", "folder_syncs"), [("none", 0, 0), ("data", 2, 0), ("full", 2, 5)]
+)
+def test_what_is_synced(
+    tmp_path: Path, durability: Any, file_syncs: int, folder_syncs: int
+) -> None:
+    system = FaultySystem()
+    files = ChunkFiles(Root(tmp_path, system, durability=durability))
+    assert write(files)  # makes three directories
+    assert write(files, make_key(NAMESPACE, 4, KEY[20:]))
+    assert (system.faults["fdatasync"], system.faults["fsync"]) == (file_syncs, folder_syncs)
+
+
+# ---------------------------------------------------------------- reads and writes that fail
+
+
+def test_a_flip_on_the_way_is_read_again(root: Root) -> None:
+    class FlipsOnce(FileSystem):
+        flips = 0
+
+        def preadv(self, fd: int, parts: Sequence[memoryview], offset: int) -> int:
+            got = super().preadv(fd, parts, offset)
+            if self.flips:
+                self.flips -= 1
+                parts[-1][0] ^= 1
+            return got
+
+    system = FlipsOnce()
+    files = ChunkFiles(Root(Path(root.path), system))
+    write(files)
+    system.flips = 1
+    assert read(files) == payload(KEY, SIZE)
+    system.flips = 2
+    with pytest.raises(Corrupt):
+        read(files)
+
+
+def test_a_read_that_ends_early_in_a_whole_file_is_an_error(root: Root) -> None:
+    class Short(FileSystem):
+        def preadv(self, fd: int, parts: Sequence[memoryview], offset: int) -> int:
+            return 0 if offset else super().preadv(fd, [parts[0][:100]], offset)
+
+    write(ChunkFiles(root))
+    with pytest.raises(OSError, match="ended after 100"):
+        read(ChunkFiles(Root(Path(root.path), Short())))
+    assert read(ChunkFiles(root)) == payload(KEY, SIZE), "the file was set aside"
+
+
+def test_what_close_tells_is_a_failed_store(root: Root, tmp_path: Path) -> None:
+    system = FaultySystem()
+    files = ChunkFiles(Root(tmp_path, system))
+    system.only = lambda path: path.endswith(".tmp")
+    system.errors["close"] = errno.EDQUOT
+    with pytest.raises(OSError, match="uota"):
+        write(files)
+    system.errors.clear()
+    assert not temps(tmp_path)
+    assert not (tmp_path / path_of(KEY)).exists()
+
+
+def test_the_root_is_never_made_by_a_store(tmp_path: Path) -> None:
+    files = ChunkFiles(Root(tmp_path / "store"))
+    (tmp_path / "store").rename(tmp_path / "away")
+    with pytest.raises(RootGone):
+        write(files)
+    assert not (tmp_path / "store").exists()
 
 
 # ---------------------------------------------------------------- identity

@@ -1,13 +1,22 @@
 """The fs tier: one file per chunk in a directory, local or shared by several nodes.
 
 Metadata lives on the event loop: an index of keys and their bytes on disk, in LRU order. Bytes
-move in threads: loads, stores and probes have each their own, so a load never waits for a store.
-The directory is the truth and others may change it, so a key that the index lacks is looked for
-on disk, and an indexed file that is gone is a miss.
+move in threads: loads, stores and probes have each their own, and loads go first. The directory
+is the truth and others may change it, so a key that the index lacks is looked for on disk, and an
+indexed file that is gone is a miss.
 
-The bound covers the chunks this node knows of, by the disk they really use. On a shared
-directory that is what was there at start and what passed through this node since; outside the
-bound are directories and at most 64 quarantined files.
+The bound covers the disk that chunks really use; outside it are directories, the quarantine with
+its own bounds, and a few MiB of news. Of several nodes on one directory one evicts, and all
+share the room that is left: `fs_shared` and `fs_lease` say how. What a mount in trouble stops,
+and how that ends, is in `fs_health`; what goes on in the background in `fs_upkeep`.
+
+    fs           the tier: its calls          fs_files       chunk files, fs_format their bytes
+    fs_core      what calls and upkeep share  fs_root        the directory and its identity
+    fs_upkeep    the background               fs_walk        what is in it
+    fs_index     what is held, in order       fs_quarantine  where damage goes
+    fs_shared    the others on the mount      fs_lease       who evicts
+    fs_health    what is wrong with it        fs_news        what they tell each other
+    fs_threads   threads that may hang        fs_system      the system's calls, to be faked
 """
 
 from __future__ import annotations
@@ -15,34 +24,33 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvstrata.errors import Corrupt
+from kvstrata.errors import ConfigError, Corrupt
 from kvstrata.keys import DIGEST_BYTES, Key
 from kvstrata.tiers.base import Item, Outcome, Tier, TierContext, Usage
-from kvstrata.tiers.calls import Call, Calls
-from kvstrata.tiers.fs_files import ChunkFiles
+from kvstrata.tiers.calls import Call
+from kvstrata.tiers.fs_core import LATE, Core, Done, failed
+from kvstrata.tiers.fs_files import SetAside
 from kvstrata.tiers.fs_format import file_bytes
+from kvstrata.tiers.fs_health import Condition
+from kvstrata.tiers.fs_index import Held
 from kvstrata.tiers.fs_options import FsOptions
 from kvstrata.tiers.fs_root import Root
+from kvstrata.tiers.fs_system import FileSystem
+from kvstrata.tiers.fs_threads import Workers
+from kvstrata.tiers.fs_upkeep import Upkeep
 
 __all__ = ["FsOptions", "FsTier"]
 
 _log = logging.getLogger(__name__)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_PROBE_THREADS = 2
 
-
-class _Done(NamedTuple):
-    outcome: Outcome
-    disk_bytes: int = 0
-    error: str = ""
-
-
-_LATE = _Done(Outcome.FAILED)
+# Closing waits no longer for calls that run, and opening for a mount that doesn't answer.
+_CLOSE_SECONDS = 10.0
+_OPEN_DEADLINES = 3
+# At a chunk that is removed again and again while it is stored.
+_LOOKS = 4
 
 
 class FsTier(Tier):
@@ -54,33 +62,25 @@ class FsTier(Tier):
         """Use `open`."""
         self.store_id = f"fs-{root.id}"
         self._options = options
-        self._context = context
-        self._root = root
-        self._files = ChunkFiles(root)
-        self._readers = ThreadPoolExecutor(options.read_threads, "kvstrata-fs-read")
-        self._writers = ThreadPoolExecutor(options.write_threads, "kvstrata-fs-write")
-        self._probers = ThreadPoolExecutor(_PROBE_THREADS, "kvstrata-fs-probe")
-        self._index: OrderedDict[Key, int] = OrderedDict()
-        self._used = 0
-        self._claimed = 0  # by stores that have not settled
+        self._core = Core(self.name, options, context, root)
+        self._upkeep = Upkeep(self._core)
         self._evicting = asyncio.Lock()
         self._described: set[bytes] = set()
-        self._calls = Calls(self.name, context.clock, options.deadline)
-        self._counters = dict.fromkeys(
-            ("stored", "loaded", "evicted", "corrupt", "errors", "store_bytes", "load_bytes"), 0
-        )
 
     @classmethod
-    async def open(cls, options: dict[str, Any], context: TierContext) -> FsTier:
+    async def open(
+        cls, options: dict[str, Any], context: TierContext, system: FileSystem | None = None
+    ) -> FsTier:
         """Create or join the store at `root` and recover its index from the directory.
 
-        Recovery takes a `stat` per file. Raises `ConfigError`.
+        Recovery takes a `stat` per file. After `recovery_wait` the tier is open although it goes
+        on: what is not found yet is looked for on disk when it is asked for. Raises `ConfigError`.
         """
         parsed = FsOptions.parse(options)
-        root = await asyncio.to_thread(Root, parsed.root)
+        root = await _opened(parsed, context, FileSystem() if system is None else system)
         tier = cls(parsed, context, root)
         try:
-            await tier._recover()
+            await tier._upkeep.start()
         except BaseException:
             await tier.close()
             raise
@@ -89,33 +89,47 @@ class FsTier(Tier):
         return tier
 
     async def lookup(self, keys: Sequence[Key], deadline: float | None = None) -> list[bool]:
-        with self._calls.running(deadline) as call:
-            unknown = [key for key in dict.fromkeys(keys) if key not in self._index]
+        core = self._core
+        # Nothing of it touches memory, so that it need not wait for a mount that hangs.
+        soon = core.clock() + self._options.stuck_after
+        with core.calls.running(soon if deadline is None else min(deadline, soon)) as call:
+            if core.health.stops_loads:
+                return [False] * len(keys)
+            unknown = [key for key in dict.fromkeys(keys) if key not in core.index]
             if unknown:
-                probed = await self._calls.spread(
-                    call, self._probers, _PROBE_THREADS, self._probe, unknown, _LATE
-                )
-                found = zip(unknown, probed, strict=True)
-                self._hold([(k, d.disk_bytes) for k, d in found if d.outcome is Outcome.PRESENT])
-                self._report(probed)
-            return [key in self._index for key in keys]
+                probed = await core.probers.spread(call, self._probe, unknown, LATE, memory=False)
+                for key, d in zip(unknown, probed, strict=True):
+                    if d.outcome is Outcome.PRESENT:
+                        core.index.learn(key, d.disk_bytes, d.time)
+                core.report(probed)
+                if core.health.stops_loads:
+                    return [False] * len(keys)
+            expired = self._expired(keys)
+            return [key in core.index and key not in expired for key in keys]
 
     async def store(self, batch: Sequence[Item], deadline: float | None = None) -> list[Outcome]:
-        with self._calls.running(deadline) as call:
+        core = self._core
+        with core.calls.running(deadline) as call:
             first: dict[Key, int] = {}
             for i, item in enumerate(batch):
                 first.setdefault(item.key, i)
-            known = self._index.keys() & first.keys()
             outcomes = dict.fromkeys(first, Outcome.NO_ROOM)
-            admitted, claim = await self._admit(call, [batch[i] for i in first.values()])
+            wanted = []
+            for i in first.values():
+                refusal = core.refusal(batch[i])
+                if refusal is None:
+                    wanted.append(batch[i])
+                else:
+                    outcomes[batch[i].key] = refusal
+            mark, began = core.mark(), core.now()
+            admitted, claim = await self._admit(call, wanted)
             try:
-                await self._describe(admitted)
-                done = await self._calls.spread(
-                    call, self._writers, self._options.write_threads, self._store, admitted, _LATE
-                )
+                await self._describe(call, admitted)
+                done = await core.writers.spread(call, self._store, admitted, LATE)
+                done = await self._try_again_if_full(call, admitted, done)
             finally:
-                self._claimed -= claim
-            self._settle_store(admitted, done, known)
+                core.claimed -= claim
+            await self._settle_store(call, admitted, done, mark, began)
             outcomes |= {x.key: d.outcome for x, d in zip(admitted, done, strict=True)}
             again = outcomes | {
                 key: Outcome.PRESENT for key, o in outcomes.items() if o is Outcome.STORED
@@ -126,217 +140,256 @@ class FsTier(Tier):
             ]
 
     async def load(self, batch: Sequence[Item], deadline: float | None = None) -> list[Outcome]:
-        with self._calls.running(deadline) as call:
-            known = {item.key for item in batch if item.key in self._index}
-            done = await self._calls.spread(
-                call, self._readers, self._options.read_threads, self._load, batch, _LATE
-            )
-            self._settle_load(batch, done, known)
-            return [d.outcome for d in done]
+        core = self._core
+        with core.calls.running(deadline) as call:
+            if core.health.stops_loads:
+                return [Outcome.FAILED] * len(batch)
+            keys = [item.key for item in batch]
+            expired, known, mark = self._expired(keys), core.index_of(keys), core.mark()
+            wanted = [item for item in batch if item.key not in expired]
+            done = await core.readers.spread(call, self._load, wanted, LATE)
+            self._settle_load(wanted, done, known, mark)
+            results = iter(done)
+            return [Outcome.MISSING if key in expired else next(results).outcome for key in keys]
 
     async def evict(self, keys: Sequence[Key]) -> list[bool]:
-        with self._calls.running(None) as call:
-            removed = await self._remove(call, list(dict.fromkeys(keys)))
-            self._announce(removed)
+        core = self._core
+        with core.calls.running(None) as call:
+            if core.health.stops_loads:
+                return [False] * len(keys)
+            removed = await core.remove(call, list(dict.fromkeys(keys)), fenced=False)
+            core.announce(removed)
             return [key in removed for key in keys]
 
     def keys(self) -> list[Key]:
-        self._calls.check_open()
-        return list(self._index)
+        self._core.calls.check_open()
+        return list(self._core.index)
 
     def usage(self) -> Usage:
-        self._calls.check_open()
-        bound = self._options.capacity
-        capacity = None if bound is None else int(bound)  # ByteSize has no wire form
+        core = self._core
+        core.calls.check_open()
+        parts = [core.health.detail, self._upkeep.progress]
+        if core.capacity is None:
+            parts.append("no bound: set `capacity`")
+        parts.append("O_DIRECT" if core.root.direct else "buffered")
+        if not core.shared.evicts:
+            parts.append("another node evicts")
         return Usage(
-            used_bytes=self._used,
-            chunks=len(self._index),
-            capacity_bytes=capacity,
-            detail="no bound: set `capacity`" if capacity is None else "",
-            counters=dict(self._counters),
+            used_bytes=core.index.used,
+            chunks=len(core.index),
+            capacity_bytes=core.capacity,
+            healthy=not core.health.detail,
+            detail="; ".join(part for part in parts if part),
+            counters=dict(core.counters),
         )
 
     async def drain(self, deadline: float | None = None) -> None:
-        await self._calls.drain(deadline)
+        await self._core.calls.drain_unless(self._core.hung, deadline)
 
     async def close(self) -> None:
-        await self._calls.close()
-        await asyncio.to_thread(self._shut)
+        """Release everything. What hangs in the mount is not waited for: those calls have not
+        returned, and hold their memory until they do."""
+        core = self._core
+        if core.closing is None:
+            core.closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(core.closing)
 
-    def _shut(self) -> None:
-        for pool in (self._readers, self._writers, self._probers):
-            pool.shutdown()
-        self._root.close()
+    async def _close(self) -> None:
+        core = self._core
+        left = await core.calls.close_unless(core.hung, _CLOSE_SECONDS)
+        if left:
+            _log.error("fs tier at %s: closed with %d calls that hang", core.root.path, left)
+        await self._upkeep.stop()
+        if not core.hung():
+            await core.off(core.keeper, core.root.close, None)
+        core.close()
 
     # ------------------------------------------------------------ one chunk, in a thread
 
-    def _probe(self, key: Key) -> _Done:
+    def _probe(self, key: Key) -> Done:
         try:
-            taken = self._files.probe(key)
+            found = self._core.files.probe(key)
         except OSError as e:
-            return _Done(Outcome.FAILED, error=str(e))
-        return _Done(Outcome.MISSING) if taken is None else _Done(Outcome.PRESENT, taken)
+            return failed(e)
+        if found is None:
+            return Done(Outcome.MISSING)
+        return Done(Outcome.PRESENT, found[0], time=found[1])
 
-    def _store(self, item: Item) -> _Done:
+    def _store(self, item: Item) -> Done:
         try:
-            written, taken = self._files.write(item.key, item.view, item.checksum)
+            written = self._core.files.write(item.key, item.view, item.checksum, item.parent)
         except OSError as e:
-            return _Done(Outcome.NO_ROOM if e.errno in _FULL else Outcome.FAILED, error=str(e))
-        return _Done(Outcome.STORED if written else Outcome.PRESENT, taken)
+            return failed(e)
+        outcome = Outcome.STORED if written.new else Outcome.PRESENT
+        return Done(outcome, written.disk_bytes, parent=item.parent, direct=written.direct)
 
-    def _load(self, item: Item) -> _Done:
+    def _load(self, item: Item) -> Done:
+        files = self._core.files
         try:
-            return _Done(Outcome.LOADED, self._files.read(item.key, item.view))
+            try:
+                read = files.read(item.key, item.view, item.exact)
+            except OSError as e:
+                if e.errno != errno.ESTALE:
+                    raise
+                # Replaced or removed on the server while we had it open: what is there now?
+                read = files.read(item.key, item.view, item.exact)
         except FileNotFoundError:
-            return _Done(Outcome.MISSING)
+            return Done(Outcome.MISSING)
         except Corrupt as e:
-            return _Done(Outcome.CORRUPT, error=str(e))
+            return Done(Outcome.CORRUPT, set_aside=isinstance(e, SetAside), error=str(e))
         except OSError as e:
-            return _Done(Outcome.FAILED, error=str(e))
+            done = failed(e)
+            return Done(Outcome.FAILED, error=done.error, condition=done.condition)
+        return Done(Outcome.LOADED, read.disk_bytes, parent=read.parent, direct=read.direct)
 
-    def _unlink(self, key: Key) -> _Done:
-        try:
-            return _Done(Outcome.PRESENT if self._files.remove(key) else Outcome.MISSING)
-        except OSError as e:
-            return _Done(Outcome.FAILED, error=str(e))
-
-    # ------------------------------------------------------------ the index, on the loop
-
-    async def _recover(self) -> None:
-        with self._calls.running(None) as call:
-            loop = asyncio.get_running_loop()
-            found, broken = await loop.run_in_executor(self._writers, self._files.recover)
-            self._hold([(f.key, f.disk_bytes) for f in reversed(found)])
-            self._counters["corrupt"] += broken
-            await self._remove(call, self._victims(0, keep=()))
+    # ------------------------------------------------------------ on the loop
 
     async def _admit(self, call: Call, items: list[Item]) -> tuple[list[Item], int]:
         """Make room and claim it: the items that fit, and the bytes claimed for them."""
-        capacity = self._options.capacity
-        if capacity is None or call.over():
+        core = self._core
+        if core.capacity is None or call.over() or not items:
             return items, 0
-        sizes = [0 if i.key in self._index else file_bytes(i.view.nbytes) for i in items]
+        sizes = [0 if i.key in core.index else file_bytes(i.view.nbytes) for i in items]
         async with self._evicting:
-            asked = min(sum(sizes), capacity)
-            victims = self._victims(asked, keep={item.key for item in items})
-            self._announce(await self._remove(call, victims))
-            left = capacity - self._used - self._claimed
+            excess = core.excess(min(sum(sizes), core.capacity))
+            if excess > 0 and core.shared.evicts:
+                victims = core.index.oldest(excess, keep={item.key for item in items})
+                core.announce(await core.remove(call, victims, fenced=True))
+            left = core.room() or 0
             admitted, claim = [], 0
             for item, size in zip(items, sizes, strict=True):
                 if claim + size <= left or not size:
                     admitted.append(item)
                     claim += size
-            self._claimed += claim
+            core.claimed += claim
             return admitted, claim
 
-    def _victims(self, asked: int, keep: Collection[Key]) -> list[Key]:
-        """What to evict, oldest first, before `asked` more bytes are claimed."""
-        capacity = self._options.capacity
-        wanted = self._used + self._claimed + asked
-        if capacity is None or wanted <= capacity * self._options.high_watermark:
-            return []
-        excess = wanted - capacity * self._options.low_watermark
-        victims = []
-        for key, taken in self._index.items():
-            if excess <= 0:
-                break
-            if key not in keep:
-                victims.append(key)
-                excess -= taken
-        return victims
+    async def _try_again_if_full(
+        self, call: Call, items: Sequence[Item], done: list[Done]
+    ) -> list[Done]:
+        """What found the disk full, once more if room could be made."""
+        core = self._core
+        full = [i for i, d in enumerate(done) if d.condition is Condition.FULL]
+        if not full or call.over():
+            return done
+        wanted = sum(file_bytes(items[i].view.nbytes) for i in full)
+        if await core.make_room_on_disk(call, wanted, {item.key for item in items}):
+            again = await core.writers.spread(call, self._store, [items[i] for i in full], LATE)
+            for i, d in zip(full, again, strict=True):
+                done[i] = d
+        return done
 
-    async def _remove(self, call: Call, keys: list[Key]) -> dict[Key, None]:
-        """Unlink; those that were there, or that we believed to be, in order."""
-        done = await self._calls.spread(
-            call, self._writers, self._options.write_threads, self._unlink, keys, _LATE
-        )
-        self._report(done)
-        removed: dict[Key, None] = {}
-        for key, d in zip(keys, done, strict=True):
-            if d.outcome is Outcome.FAILED:
-                # What can't be unlinked must not be the first victim of every store.
-                if d.error and key in self._index:
-                    self._index.move_to_end(key)
-            elif self._drop(key) or d.outcome is Outcome.PRESENT:
-                removed[key] = None
-        self._counters["evicted"] += len(removed)
-        return removed
-
-    async def _describe(self, items: Sequence[Item]) -> None:
+    async def _describe(self, call: Call, items: Sequence[Item]) -> None:
         """Write down the namespaces that come by for the first time."""
-        loop = asyncio.get_running_loop()
+        core = self._core
         for digest in {item.key[:DIGEST_BYTES] for item in items} - self._described:
-            namespace = self._context.namespace_of(digest)
+            namespace = core.context.namespace_of(digest)
             if namespace is None:
                 continue
-            try:
-                await loop.run_in_executor(
-                    self._writers, self._files.describe, digest, namespace.document
-                )
-            except OSError as e:
-                self._report([_Done(Outcome.FAILED, error=str(e))])
-            else:
+            document = namespace.document
+
+            def describe(digest: bytes = digest, document: bytes = document) -> Done:
+                try:
+                    core.files.describe(digest, document)
+                except OSError as e:
+                    return failed(e)
+                return Done(Outcome.PRESENT)
+
+            [done] = await core.writers.spread(
+                call, lambda work: work(), [describe], LATE, memory=False
+            )
+            core.report([done])
+            if done.outcome is Outcome.PRESENT:
                 self._described.add(digest)
 
-    def _settle_store(
-        self, items: Sequence[Item], done: Sequence[_Done], known: Collection[Key]
+    async def _settle_store(
+        self, call: Call, items: Sequence[Item], done: Sequence[Done], mark: int, began: float
     ) -> None:
-        held = []
+        core = self._core
+        gone = await self._removed_again(call, items, done, mark)
+        held, new = [], set()
         for item, d in zip(items, done, strict=True):
-            if d.outcome is Outcome.STORED or (
-                d.outcome is Outcome.PRESENT and not self._evicted_since(item.key, known)
-            ):
-                held.append((item.key, d.disk_bytes))
+            if d.outcome in (Outcome.STORED, Outcome.PRESENT) and item.key not in gone:
+                held.append(Held(item.key, d.disk_bytes, d.parent))
             if d.outcome is Outcome.STORED:
-                self._counters["stored"] += 1
-                self._counters["store_bytes"] += item.view.nbytes
-        self._hold(held)
-        self._report(done)
+                new.add(item.key)
+                core.counters["stored"] += 1
+                core.counters["store_bytes"] += item.view.nbytes
+                core.counters["direct"] += d.direct
+        core.hold(held, new, began)
+        core.report(done)
+
+    async def _removed_again(
+        self, call: Call, items: Sequence[Item], done: Sequence[Done], mark: int
+    ) -> set[Key]:
+        """Which of those there are gone again, or may be: removed while we stored them."""
+        core = self._core
+        doubtful = [
+            item.key
+            for item, d in zip(items, done, strict=True)
+            if d.outcome in (Outcome.STORED, Outcome.PRESENT)
+        ]
+        gone: set[Key] = set()
+        for _ in range(_LOOKS):
+            doubtful = [key for key in doubtful if core.dropped_since(key, mark)]
+            if not doubtful:
+                break
+            mark = core.mark()
+            probed = await core.probers.spread(call, self._probe, doubtful, LATE, memory=False)
+            for key, d in zip(list(doubtful), probed, strict=True):
+                if d.outcome is not Outcome.PRESENT:
+                    gone.add(key)
+                    doubtful.remove(key)
+        return gone.union(doubtful)
 
     def _settle_load(
-        self, items: Sequence[Item], done: Sequence[_Done], known: Collection[Key]
+        self, items: Sequence[Item], done: Sequence[Done], known: Collection[Key], mark: int
     ) -> None:
-        held: list[tuple[Key, int]] = []
+        core = self._core
+        held: list[Held] = []
         gone: list[Key] = []
         for item, d in zip(items, done, strict=True):
             if d.outcome is Outcome.LOADED:
-                if not self._evicted_since(item.key, known):
-                    held.append((item.key, d.disk_bytes))
-                self._counters["loaded"] += 1
-                self._counters["load_bytes"] += item.view.nbytes
+                if not core.dropped_since(item.key, mark):
+                    held.append(Held(item.key, d.disk_bytes, d.parent))
+                core.counters["loaded"] += 1
+                core.counters["load_bytes"] += item.view.nbytes
+                core.counters["direct"] += d.direct
             elif d.outcome is Outcome.CORRUPT:
-                self._drop(item.key)
+                # Of two that find it damaged at one time, one says so.
+                dropped = core.drop(item.key)
+                if dropped if item.key in known else d.set_aside:
+                    gone.append(item.key)
+                core.counters["corrupt"] += d.set_aside
+            elif d.outcome is Outcome.MISSING and item.key in known and core.drop(item.key):
                 gone.append(item.key)
-                self._counters["corrupt"] += 1
-            elif d.outcome is Outcome.MISSING and self._drop(item.key):
-                gone.append(item.key)
-        self._hold(held)
-        self._announce(gone)
-        self._report(done)
+        core.hold(held, (), 0.0)
+        core.announce(gone)
+        core.report(done)
 
-    def _evicted_since(self, key: Key, known: Collection[Key]) -> bool:
-        """Whether a chunk that a thread saw, of those `known` at first, has been dropped since."""
-        return key in known and key not in self._index
+    def _expired(self, keys: Sequence[Key]) -> set[Key]:
+        """Those too old to be served, though nobody has removed them yet."""
+        ttl, index = self._options.ttl, self._core.index
+        if ttl is None:
+            return set()
+        before = self._core.now() - ttl
+        return {key for key in keys if (index.accessed(key) or before) < before}
 
-    def _hold(self, chunks: Sequence[tuple[Key, int]]) -> None:
-        """They are on disk, and the first of them is the youngest now: see `policies.Policy`."""
-        for key, taken in reversed(chunks):
-            self._used += taken - self._index.get(key, 0)
-            self._index[key] = taken
-            self._index.move_to_end(key)
 
-    def _drop(self, key: Key) -> bool:
-        taken = self._index.pop(key, None)
-        self._used -= taken or 0
-        return taken is not None
-
-    def _announce(self, removed: Collection[Key]) -> None:
-        if removed:
-            self._context.on_removed(list(removed))
-
-    def _report(self, done: Sequence[_Done]) -> None:
-        """Count errors, and log the first of a batch."""
-        errors = [d for d in done if d.error]
-        if errors:
-            self._counters["errors"] += sum(d.outcome is Outcome.FAILED for d in errors)
-            _log.warning("fs tier: %d chunks, first of them: %s", len(errors), errors[0].error)
+async def _opened(options: FsOptions, context: TierContext, system: FileSystem) -> Root:
+    """The root, looked at in a thread that a mount which hangs may keep."""
+    workers = Workers("open", 1, context.clock)
+    try:
+        call = Call(context.clock, context.clock() + _OPEN_DEADLINES * options.stuck_after)
+        [root] = await workers.spread(
+            call,
+            lambda _: Root(options.root, system, options.direct, options.durability),
+            [None],
+            None,
+            memory=False,
+        )
+    finally:
+        workers.close()
+    if root is None:
+        raise ConfigError(f"fs tier: {options.root} does not answer: is its server there?")
+    return root

@@ -1,17 +1,20 @@
 """The chunk files of a store: everything of the fs tier that reads and writes payloads.
 
 Methods are called from threads, many at once, and block. Payloads go straight between item
-memory and the page cache, the header through a page of each thread's own.
+memory and the disk or the page cache; the header, and what O_DIRECT can't take from the end of a
+payload, go through two pages of each thread's own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import mmap
 import os
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Sequence
+from stat import S_ISREG
 from typing import NamedTuple
 
 from kvstrata.errors import Corrupt
@@ -21,192 +24,249 @@ from kvstrata.tiers.fs_format import (
     PAGE_BYTES,
     Header,
     file_bytes,
-    key_of,
     pack_header,
     parse_header,
     path_of,
 )
+from kvstrata.tiers.fs_quarantine import Quarantine
 from kvstrata.tiers.fs_root import Root, disk_bytes
+from kvstrata.tiers.fs_system import DIRECT, FileSystem
 
-__all__ = ["QUARANTINE", "QUARANTINE_FILES", "ChunkFiles", "Found", "Recovered"]
-
-QUARANTINE = "quarantine"
-QUARANTINE_FILES = 64
+__all__ = ["DIRECT_FROM", "ChunkFiles", "Read", "SetAside", "Written", "plausible"]
 
 # O_NONBLOCK is nothing to a regular file; a FIFO in its place must not hold a thread.
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_ZEROS = memoryview(bytes(PAGE_BYTES))
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+# Below this a read of the page cache beats the disk, and a write is not worth waiting for.
+DIRECT_FROM = 64 << 10
 
 
-class Found(NamedTuple):
-    """A chunk file: `modified` in ns since the epoch, `disk_bytes` really used."""
+class SetAside(Corrupt):
+    """It went to quarantine now."""
 
-    modified: int
-    key: Key
+
+class Written(NamedTuple):
+    """`new` is False where a valid file was there already."""
+
+    new: bool
     disk_bytes: int
+    direct: bool = False
 
 
-class Recovered(NamedTuple):
-    """Oldest first; `broken` files went to quarantine."""
+class Read(NamedTuple):
+    """`payload_bytes` fill the view from its start; `parent` is what the chunk extends."""
 
-    found: list[Found]
-    broken: int
+    disk_bytes: int
+    payload_bytes: int
+    parent: Key | None
+    direct: bool
 
 
 class ChunkFiles:
-    def __init__(self, root: Root) -> None:
+    def __init__(
+        self, root: Root, quarantine: Quarantine | None = None, direct_from: int = DIRECT_FROM
+    ) -> None:
+        self.quarantine = Quarantine(root) if quarantine is None else quarantine
         self._root = root
-        self._pages = threading.local()
-        self._quarantining = threading.Lock()
+        self._system = root.system
+        self._own = threading.local()
+        self._direct_from = direct_from
 
-    def write(self, key: Key, view: memoryview, checksum: int | None) -> tuple[bool, int]:
-        """Whether the file was written (False: a valid one was there), and its bytes on disk.
+    def write(
+        self, key: Key, view: memoryview, checksum: int | None, parent: Key | None = None
+    ) -> Written:
+        """Put the chunk in its file, unless a valid one is there.
 
         A file that is damaged in header or size, or holds another payload size, is replaced.
+        Raises `OSError`, as `RootGone` where there is no store any more.
         """
         path = self._root.at(path_of(key))
         present = self._present(path, key, view.nbytes)
         if present is not None:
-            return False, present
-        page = self._page()
+            return Written(False, present)
+        head, tail = self._pages()
         if checksum is None:
             checksum = checksum_of(view)
-        pack_header(page, Header(key, view.nbytes, checksum))
-        padding = file_bytes(view.nbytes) - PAGE_BYTES - view.nbytes
-        return True, self._root.replace(path, [page, view, _ZEROS[:padding]])
+        pack_header(head, Header(key, view.nbytes, checksum, parent))
+        whole, rest = divmod(view.nbytes, PAGE_BYTES)
+        parts = [head, view[: whole * PAGE_BYTES]]
+        if rest:
+            tail[:rest] = view[whole * PAGE_BYTES :]
+            tail[rest:] = bytes(PAGE_BYTES - rest)
+            parts.append(tail)
+        if self._direct(view):
+            try:
+                return Written(True, self._root.replace(path, parts, direct=True), direct=True)
+            except OSError as e:
+                self._refused(e)
+        return Written(True, self._root.replace(path, parts))
 
-    def read(self, key: Key, view: memoryview) -> int:
-        """Fill `view` with the verified payload; the file's bytes on disk.
+    def read(self, key: Key, view: memoryview, exact: bool = True) -> Read:
+        """Fill `view` with the verified payload; not `exact`: its start, with a shorter one.
 
         Raises `FileNotFoundError`, or `Corrupt` if it isn't this chunk in this size, intact: the
-        file is in quarantine then, and what `view` holds is meaningless.
+        file is in quarantine then, as `SetAside` by this call, and what `view` holds is
+        meaningless.
         """
         path = self._root.at(path_of(key))
-        fd = os.open(path, _READ)
+        fd, direct = self._open(path, view)
         try:
-            stat = os.fstat(fd)
+            stat = self._system.fstat(fd)
             try:
-                self._read_verified(fd, stat, key, view)
-            except Corrupt:
-                self._quarantine(path, stat)
-                raise
-            return disk_bytes(stat)
+                try:
+                    return self._read_verified(fd, stat, key, view, exact, direct)
+                except Corrupt:
+                    # Bits also flip on their way here, which is no reason to lose the chunk.
+                    return self._read_verified(fd, stat, key, view, exact, direct)
+            except Corrupt as e:
+                if self.quarantine.take(path, stat):
+                    raise SetAside(str(e)) from e
+                raise  # another has set it aside, or replaced it
         finally:
-            os.close(fd)
+            self._system.close(fd)
 
     def remove(self, key: Key) -> bool:
         """Whether there was a file."""
         try:
-            os.unlink(self._root.at(path_of(key)))
+            self._system.unlink(self._root.at(path_of(key)))
         except FileNotFoundError:
             return False
         return True
 
-    def probe(self, key: Key) -> int | None:
-        """Bytes on disk of what looks like this chunk's file; it isn't opened."""
+    def probe(self, key: Key) -> tuple[int, float] | None:
+        """Bytes on disk and time of what looks like this chunk's file; it isn't opened."""
         try:
-            stat = os.stat(self._root.at(path_of(key)), follow_symlinks=False)
+            stat = self._system.stat(self._root.at(path_of(key)))
         except FileNotFoundError:
             return None
-        return disk_bytes(stat) if _plausible(stat) else None
+        return (disk_bytes(stat), stat.st_mtime) if plausible(stat) else None
+
+    def write_access(self, key: Key, seconds: float) -> None:
+        """Keep the time of an access in the file's own."""
+        with contextlib.suppress(FileNotFoundError):
+            self._system.utime(self._root.at(path_of(key)), seconds)
 
     def describe(self, namespace: bytes, document: bytes) -> None:
         """Put the namespace's document beside its chunks, for people and tools."""
         path = self._root.at(f"{namespace.hex()}/namespace.json")
-        if not os.path.exists(path):
+        try:
+            self._system.stat(path)
+        except FileNotFoundError:
             self._root.replace(path, [memoryview(document)])
 
-    def recover(self) -> Recovered:
-        """What the directory holds, without reading a payload; sweeps what the dead left."""
-        found: list[Found] = []
-        broken = 0
-        for namespace in self._folders(self._root.path):
-            for outer in self._folders(namespace.path):
-                for inner in self._folders(outer.path):
-                    for entry in self._root.swept(inner.path):
-                        key = key_of(namespace.name, entry.name)
-                        if key is None or self._root.at(path_of(key)) != entry.path:
-                            continue
-                        try:
-                            stat = entry.stat(follow_symlinks=False)
-                        except FileNotFoundError:
-                            continue
-                        if _plausible(stat):
-                            found.append(Found(stat.st_mtime_ns, key, disk_bytes(stat)))
-                        else:
-                            self._quarantine(entry.path, stat)
-                            broken += 1
-        self._root.sweep_writers()
-        return Recovered(sorted(found), broken)
+    # ------------------------------------------------------------ past the page cache
 
-    def _folders(self, path: str) -> Iterator[os.DirEntry[str]]:
-        return (e for e in self._root.swept(path) if e.is_dir(follow_symlinks=False))
+    def _direct(self, view: memoryview) -> bool:
+        return self._root.direct and view.nbytes >= self._direct_from and _aligned(view)
 
-    def _page(self) -> memoryview:
-        """This thread's header page, aligned like slots are."""
-        page: memoryview | None = getattr(self._pages, "page", None)
-        if page is None:
-            page = self._pages.page = memoryview(mmap.mmap(-1, PAGE_BYTES))
-        return page
+    def _open(self, path: str, view: memoryview) -> tuple[int, bool]:
+        if self._direct(view):
+            try:
+                return self._system.open(path, _READ | DIRECT), True
+            except OSError as e:
+                self._refused(e)
+        return self._system.open(path, _READ), False
+
+    def _refused(self, error: OSError) -> None:
+        """After an error with O_DIRECT: do without from now on, if that was it."""
+        if error.errno != errno.EINVAL:
+            raise error
+        self._root.direct = False
+
+    def _pages(self) -> tuple[memoryview, memoryview]:
+        """This thread's pages for a header and the end of a payload, aligned like slots are."""
+        try:
+            head, tail = self._own.pages
+        except AttributeError:
+            memory = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
+            head, tail = self._own.pages = memory[:PAGE_BYTES], memory[PAGE_BYTES:]
+        return head, tail
+
+    # ------------------------------------------------------------ verification
 
     def _present(self, path: str, key: Key, payload_bytes: int) -> int | None:
         try:
-            fd = os.open(path, _READ)
+            fd = self._system.open(path, _READ)
         except OSError:
             return None
         try:
-            stat = os.fstat(fd)
-            page = self._page()
-            _read_all(fd, [page])
-            header = parse_header(page)
+            stat = self._system.fstat(fd)
+            head, _ = self._pages()
+            _read_all(self._system, fd, [head])
+            header = parse_header(head)
         except (Corrupt, OSError):
             return None
         finally:
-            os.close(fd)
-        same = header.key == key and header.payload_bytes == payload_bytes
+            with contextlib.suppress(OSError):
+                self._system.close(fd)
+        same = header[:2] == (key, payload_bytes) and header.offset == 0
         return disk_bytes(stat) if same and stat.st_size == file_bytes(payload_bytes) else None
 
-    def _read_verified(self, fd: int, stat: os.stat_result, key: Key, view: memoryview) -> None:
-        if stat.st_size != file_bytes(view.nbytes):
-            raise Corrupt(f"file of {stat.st_size} bytes, not {file_bytes(view.nbytes)}")
-        page = self._page()
-        _read_all(fd, [page, view])
-        header = parse_header(page)
-        if header.key != key:
-            raise Corrupt(f"holds another chunk: {header.key.hex()}")
-        if header.payload_bytes != view.nbytes:
-            raise Corrupt(f"payload of {header.payload_bytes} bytes, not {view.nbytes}")
-        if checksum_of(view) != header.checksum:
+    def _read_verified(
+        self,
+        fd: int,
+        stat: os.stat_result,
+        key: Key,
+        view: memoryview,
+        exact: bool,
+        direct: bool,
+    ) -> Read:
+        size = stat.st_size
+        if size != file_bytes(view.nbytes) and (exact or not _shorter(size, view.nbytes)):
+            raise Corrupt(f"file of {size} bytes, not {file_bytes(view.nbytes)}")
+        head, tail = self._pages()
+        pages = min(view.nbytes, size - PAGE_BYTES) // PAGE_BYTES
+        whole = pages * PAGE_BYTES
+        ends_inside = size > PAGE_BYTES + whole
+        parts = [head, view[:whole]]
+        if ends_inside:
+            # O_DIRECT reads whole pages; a plain read goes where it belongs.
+            parts.append(tail if direct else view[whole:])
+        _read_all(self._system, fd, parts, size)
+        header = parse_header(head)
+        if header.key != key or header.offset:
+            raise Corrupt(f"holds another chunk: {header.key.hex()} at {header.offset}")
+        length = header.payload_bytes
+        fits = length == view.nbytes if exact else length <= view.nbytes
+        if not fits or file_bytes(length) != size:
+            raise Corrupt(f"payload of {length} bytes, not {view.nbytes}")
+        if ends_inside and direct:
+            view[whole:length] = tail[: length - whole]
+        if checksum_of(view[:length]) != header.checksum:
             raise Corrupt("payload checksum differs")
-
-    def _quarantine(self, path: str, stat: os.stat_result) -> None:
-        directory = self._root.at(QUARANTINE)
-        with self._quarantining, contextlib.suppress(OSError):
-            if not os.path.samestat(os.stat(path, follow_symlinks=False), stat):
-                return  # another node has replaced it since
-            try:
-                os.makedirs(directory, exist_ok=True)
-                os.rename(path, f"{directory}/{time.time_ns():020d}-{os.path.basename(path)}")
-            except OSError:
-                os.unlink(path)
-            for name in sorted(os.listdir(directory))[:-QUARANTINE_FILES]:
-                os.unlink(f"{directory}/{name}")
+        return Read(disk_bytes(stat), length, header.parent, direct)
 
 
-def _plausible(stat: os.stat_result) -> bool:
-    return stat.st_size >= PAGE_BYTES and stat.st_size % PAGE_BYTES == 0
+def plausible(stat: os.stat_result) -> bool:
+    """Whether a file may be a chunk's, by what can be told without opening it."""
+    size = stat.st_size
+    return S_ISREG(stat.st_mode) and size >= PAGE_BYTES and size % PAGE_BYTES == 0
 
 
-def _read_all(fd: int, parts: list[memoryview]) -> None:
-    """Fill the parts from the start of the file. Raises `Corrupt` if it is shorter."""
+def _shorter(size: int, payload_bytes: int) -> bool:
+    return PAGE_BYTES <= size <= file_bytes(payload_bytes) and size % PAGE_BYTES == 0
+
+
+def _aligned(view: memoryview) -> bool:
+    if view.readonly:
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE_BYTES == 0
+
+
+def _read_all(system: FileSystem, fd: int, parts: Sequence[memoryview], size: int = 0) -> None:
+    """Fill the parts from the start of the file, which says it has `size` bytes.
+
+    Raises `Corrupt` if it is shorter, `OSError` if it isn't and the rest doesn't come.
+    """
     offset = 0
     left = [part for part in parts if part.nbytes]
     while left:
-        got = os.preadv(fd, left, offset)
+        got = system.preadv(fd, left, offset)
         if got == 0:
+            if offset < size:
+                raise OSError(errno.EIO, f"a read of {size} bytes ended after {offset}")
             raise Corrupt(f"file ends after {offset} bytes")
         offset += got
         while left and got >= left[0].nbytes:
             got -= left.pop(0).nbytes
-        if left:
+        if left and got:
             left[0] = left[0][got:]

@@ -1,18 +1,20 @@
 """The directory of an fs store, which several nodes may share.
 
-A file appears under its own name complete: it is written beside it and renamed over. Nothing is
-synced, so a power cut may leave damage; readers verify what they read.
+A file appears under its own name complete: it is written beside it and renamed over. What is
+synced is an option; readers verify what they read. Locks only tell sooner that a writer is dead;
+where there are none, or they reach no other host, what nobody touched for an hour is left over.
 
     .kvstrata-store          which store this is, on whatever mount it is seen
-    writers/<writer>.lock    locked for as long as its writer lives
+    writers/<writer>.lock    locked for as long as its writer lives, its time renewed
     .<writer>.<n>.tmp        in any directory: being written, or left over if its writer is dead
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import itertools
+import mmap
 import os
 import re
 import secrets
@@ -23,14 +25,26 @@ from pathlib import Path
 import msgspec
 
 from kvstrata.errors import ConfigError
+from kvstrata.tiers.fs_options import Direct, Durability
+from kvstrata.tiers.fs_system import DIRECT, FileSystem
 
-__all__ = ["IDENTITY", "WRITERS", "Root", "disk_bytes"]
+__all__ = ["IDENTITY", "WRITERS", "Root", "RootGone", "disk_bytes", "write_all"]
 
 IDENTITY = ".kvstrata-store"
 WRITERS = "writers"
 
 _TEMP = re.compile(r"\.([0-9]+-[0-9a-f]{12})\.[0-9]+\.tmp")
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+# Of what is left over where locks tell nothing.
+_ORPHANED_AFTER = 3600.0
+_PAGE = mmap.PAGESIZE
+
+
+class RootGone(OSError):  # noqa: N818 (errors are named after the condition)
+    """The store is not at its root any more: removed, or another file system is there."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(errno.ENOENT, why)
 
 
 class _Identity(msgspec.Struct, frozen=True):
@@ -41,20 +55,30 @@ class _Identity(msgspec.Struct, frozen=True):
 class Root:
     """One writer's hold on a store. Thread-safe; every method may block."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self,
+        path: Path,
+        system: FileSystem | None = None,
+        direct: Direct = "auto",
+        durability: Durability = "none",
+    ) -> None:
         """Create the store or join it. Raises `ConfigError` if the directory can't hold one."""
         self.path = os.path.abspath(path)
+        self.system = FileSystem() if system is None else system
+        self._durability = durability
         self._temps = itertools.count()
-        self._writer, self._lock = "", -1
+        self.writer, self._lock, self._locks_work = "", -1, True
         try:
-            os.makedirs(self.at(WRITERS), exist_ok=True)
+            os.makedirs(self.path, exist_ok=True)
+            self._make(self.at(WRITERS))
             self._register()
-            self.id = self._identity()
+            self.id = self._identity(uuid.uuid4())
+            self.direct = self._probe(direct)
         except OSError as e:
             self.close()
             raise ConfigError(
                 f"fs tier: root {self.path} can't hold a store ({e.strerror}): give a writable "
-                "directory on a file system with hard links and locks"
+                "directory on a file system with hard links"
             ) from e
         except BaseException:
             self.close()
@@ -63,72 +87,206 @@ class Root:
     def at(self, relative: str) -> str:
         return f"{self.path}/{relative}"
 
-    def replace(self, path: str, parts: Sequence[memoryview]) -> int:
-        """Put a file of these parts at `path`, in one step; the bytes it takes on disk."""
+    def replace(self, path: str, parts: Sequence[memoryview], direct: bool = False) -> int:
+        """Put a file of these parts at `path`, in one step; the bytes it takes on disk.
+
+        `direct`: past the page cache; then every part is aligned to pages, in memory and length.
+        """
+        system = self.system
         directory = os.path.dirname(path)
-        temp = self._temp(directory)
+        temp = self.temp(directory)
+        flags = _CREATE | (DIRECT if direct else 0)
         try:
-            fd = os.open(temp, _CREATE, 0o644)
+            fd = system.open(temp, flags)
         except FileNotFoundError:
-            os.makedirs(directory, exist_ok=True)
-            fd = os.open(temp, _CREATE, 0o644)
+            self._make_below(directory)
+            fd = system.open(temp, flags)
         try:
             try:
-                _write_all(fd, parts)
-                taken = disk_bytes(os.fstat(fd))
+                write_all(system, fd, parts)
+                if self._durability != "none":
+                    system.fdatasync(fd)
+                stat = system.fstat(fd)
             finally:
-                os.close(fd)
-            os.rename(temp, path)
+                system.close(fd)
+            if stat.st_dev != self._device:
+                raise RootGone(f"another file system is at {self.path} now")
+            system.rename(temp, path)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(temp)
+                system.unlink(temp)
             raise
-        return taken
+        if self._durability == "full":
+            self._sync(directory)
+        return disk_bytes(stat)
+
+    def temp(self, directory: str) -> str:
+        """A name in the directory that nobody else uses, of a file to rename or to remove."""
+        return f"{directory}/.{self.writer}.{next(self._temps)}.tmp"
 
     def swept(self, directory: str) -> list[os.DirEntry[str]]:
         """Entries of a directory but temporary files, of which those of the dead are removed."""
         kept = []
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                temp = _TEMP.fullmatch(entry.name)
-                if temp is None:
-                    kept.append(entry)
-                elif not self._alive(temp[1]):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(entry.path)
+        for entry in self.system.entries(directory):
+            temp = _TEMP.fullmatch(entry.name) if entry.name.startswith(".") else None
+            if temp is None:
+                kept.append(entry)
+            elif self._orphaned(entry, temp[1]):
+                with contextlib.suppress(FileNotFoundError):
+                    self.system.unlink(entry.path)
         return kept
 
     def sweep_writers(self) -> None:
         """Remove the locks of dead writers: once no temporary file of theirs is left."""
         for entry in self.swept(self.at(WRITERS)):
-            if not self._alive(entry.name.removesuffix(".lock")):
+            if self._orphaned(entry, entry.name.removesuffix(".lock")):
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(entry.path)
+                    self.system.unlink(entry.path)
+
+    def writers(self) -> dict[str, float]:
+        """Every writer's name, and when it last said that it lives, by the file's time."""
+        found = {}
+        for entry in self.system.entries(self.at(WRITERS)):
+            if entry.name.endswith(".lock"):
+                with contextlib.suppress(FileNotFoundError):
+                    found[entry.name.removesuffix(".lock")] = entry.stat().st_mtime
+        return found
+
+    def say_alive(self) -> None:
+        """Renew the time of our lock file, or the file, if a host that our lock doesn't reach
+        took us for dead."""
+        path = self._lock_path(self.writer)
+        try:
+            self.system.utime(path, self.system.now())
+        except FileNotFoundError:
+            fd = self.system.open(path, os.O_RDONLY | os.O_CREAT)
+            fd, self._lock = self._lock, self._locked(fd, path)
+            self.system.close(fd)
+
+    def dead(self, writer: str) -> bool:
+        """Whether a writer is known to be dead. Not knowing is False."""
+        if writer == self.writer or not self._locks_work:
+            return False
+        try:
+            fd = self.system.open(self._lock_path(writer), os.O_RDWR)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False  # another user's
+        try:
+            return self.system.lock(fd)
+        except OSError:
+            return False
+        finally:
+            self.system.close(fd)
+
+    def check(self) -> None:
+        """Raises `RootGone` if this store isn't here any more, `OSError` if that can't be told."""
+        try:
+            fd = self.system.open(self.at(IDENTITY), os.O_RDONLY)
+        except FileNotFoundError:
+            raise RootGone(f"{self.path} is gone or empty") from None
+        try:
+            content = self.system.fstat(fd), os.pread(fd, 4096, 0)
+        finally:
+            self.system.close(fd)
+        with contextlib.suppress(msgspec.DecodeError):
+            if msgspec.json.decode(content[1], type=_Identity).id == self.id:
+                return
+        raise RootGone(f"{self.path} holds another store: restart the node to use that one")
+
+    def try_write(self, nbytes: int) -> None:
+        """Write a file of about that size, read it and remove it. Raises `OSError`."""
+        temp = self.temp(self.path)
+        page = memoryview(os.urandom(_PAGE))
+        again = memoryview(bytearray(_PAGE))
+        try:
+            fd = self.system.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            try:
+                for i in range(max(1, -(-nbytes // _PAGE))):
+                    write_all(self.system, fd, [page], i * _PAGE)
+                self.system.preadv(fd, [again], 0)
+            finally:
+                self.system.close(fd)
+            if again != page:
+                raise OSError(errno.EIO, "what was written is not what is read")
+        finally:
+            with contextlib.suppress(OSError):
+                self.system.unlink(temp)
+
+    def restore(self) -> None:
+        """Make the store again, empty, where it has been removed. Raises `RootGone` where
+        another file system has come in its place, since that one's disk isn't ours to fill."""
+        with contextlib.suppress(FileExistsError):
+            self.system.mkdir(self.path)
+        if self._device_here() != self._device:
+            raise RootGone(f"another file system is at {self.path} now: mount the store again")
+        if self._identity(self.id) != self.id:
+            raise RootGone(f"{self.path} holds another store: restart the node to use that one")
+        self._make(self.at(WRITERS))
+        self._release()
+        self._register()
 
     def close(self) -> None:
         """Let go. Idempotent."""
+        self._release()
+
+    def _release(self) -> None:
         fd, self._lock = self._lock, -1  # one step: two threads may close
         if fd >= 0:
             with contextlib.suppress(OSError):
-                os.unlink(self._lock_path(self._writer))
-            os.close(fd)
+                self.system.unlink(self._lock_path(self.writer))
+            with contextlib.suppress(OSError):
+                self.system.close(fd)
 
-    def _temp(self, directory: str) -> str:
-        return f"{directory}/.{self._writer}.{next(self._temps)}.tmp"
+    def _make(self, directory: str) -> None:
+        with contextlib.suppress(FileExistsError):
+            self.system.mkdir(directory)
 
-    def _identity(self) -> uuid.UUID:
+    def _make_below(self, directory: str) -> None:
+        """A directory and those above it, but never the root: where that is missing, a mount may
+        be, and what is written there would fill another disk."""
+        made = []
+        missing = [directory]
+        while missing:
+            try:
+                self.system.mkdir(missing[-1])
+                made.append(os.path.dirname(missing.pop()))
+            except FileExistsError:
+                missing.pop()
+            except FileNotFoundError:
+                above = os.path.dirname(missing[-1])
+                if above == self.path or not above.startswith(self.path):
+                    raise RootGone(f"{self.path} is gone") from None
+                missing.append(above)
+        if self._durability == "full":
+            for above in made:
+                self._sync(above)
+
+    def _sync(self, directory: str) -> None:
+        fd = self.system.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self.system.fsync(fd)
+        finally:
+            self.system.close(fd)
+
+    def _identity(self, mine: uuid.UUID) -> uuid.UUID:
         """The store's, written by whoever comes first."""
         path = self.at(IDENTITY)
-        temp = self._temp(self.path)
+        temp = self.temp(self.path)
         try:
-            with open(temp, "xb") as file:
-                file.write(msgspec.json.encode(_Identity(uuid.uuid4())))
-            # Unlike a rename, a link never replaces.
+            fd = self.system.open(temp, _CREATE)
+            try:
+                content = memoryview(msgspec.json.encode(_Identity(mine)))
+                write_all(self.system, fd, [content])
+                self._device = self.system.fstat(fd).st_dev
+            finally:
+                self.system.close(fd)
             with contextlib.suppress(FileExistsError):
-                os.link(temp, path)
+                self.system.link(temp, path)
         finally:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(temp)
+                self.system.unlink(temp)
         try:
             identity = msgspec.json.decode(Path(path).read_bytes(), type=_Identity)
         except (msgspec.DecodeError, msgspec.ValidationError) as e:
@@ -137,42 +295,91 @@ class Root:
             raise ConfigError(f"fs tier: {path} has format {identity.format}, this one reads 1")
         return identity.id
 
+    def _device_here(self) -> int:
+        """The device of files made at the root now: on some stacks not that of the directory."""
+        temp = self.temp(self.path)
+        fd = self.system.open(temp, _CREATE)
+        try:
+            return self.system.fstat(fd).st_dev
+        finally:
+            self.system.close(fd)
+            self.system.unlink(temp)
+
+    def _probe(self, direct: Direct) -> bool:
+        """Whether the file system takes O_DIRECT, if that is wanted. Raises `ConfigError`."""
+        if direct == "off":
+            return False
+        try:
+            if not DIRECT:
+                raise OSError(errno.EINVAL, "this system has none")
+            temp = self.temp(self.path)
+            page = memoryview(mmap.mmap(-1, _PAGE))
+            try:
+                fd = self.system.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | DIRECT)
+                try:
+                    write_all(self.system, fd, [page])
+                    read = self.system.preadv(fd, [page], 0)
+                finally:
+                    self.system.close(fd)
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    self.system.unlink(temp)
+        except OSError as e:
+            if direct == "on":
+                raise ConfigError(
+                    f"fs tier: {self.path} does not take O_DIRECT ({e.strerror}): set `direct` to "
+                    "`auto` or `off`"
+                ) from e
+            return False
+        return read == _PAGE
+
     def _lock_path(self, writer: str) -> str:
         return self.at(f"{WRITERS}/{writer}.lock")
 
     def _register(self) -> None:
+        system = self.system
         for _ in range(100):
             writer = f"{os.getpid()}-{secrets.token_hex(6)}"
-            fd = os.open(self._lock_path(writer), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+            # Nothing stays open for writing: that would keep people from remounting read-only.
+            path = self._lock_path(writer)
+            fd = system.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                linked = os.fstat(fd).st_nlink > 0
-            except BlockingIOError:
+                fd = self._locked(fd, path)
+                linked = system.fstat(fd).st_nlink > 0
+            except FileNotFoundError:
                 linked = False
             except BaseException:
-                os.close(fd)
+                system.close(fd)
                 raise
             if linked:
-                self._writer, self._lock = writer, fd
+                self.writer, self._lock = writer, fd
                 return
-            os.close(fd)  # another's sweep took it for a dead writer's before it was locked
+            system.close(fd)  # another's sweep took it for a dead writer's before it was locked
         raise ConfigError(f"fs tier: can't lock a file in {self.at(WRITERS)}: others remove it")
 
-    def _alive(self, writer: str) -> bool:
-        if writer == self._writer:
-            return True
+    def _locked(self, fd: int, path: str) -> int:
+        """A lock file's descriptor that holds the lock, where there are locks at all."""
+        system = self.system
         try:
-            fd = os.open(self._lock_path(writer), os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True  # can't tell (another user's): leave it alone
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(fd)
+            if system.lock(fd):
+                return fd
+        except OSError as e:
+            if e.errno != errno.EBADF:
+                self._locks_work = False
+                return fd
+            # NFS asks for a file open for writing.
+            writing = system.open(path, os.O_RDWR)
+            system.close(fd)
+            self._locks_work = system.lock(writing)
+            return writing
+        raise FileNotFoundError(errno.ENOENT, "another's sweep holds it")
+
+    def _orphaned(self, entry: os.DirEntry[str], writer: str) -> bool:
+        if self._locks_work:
+            return self.dead(writer)
+        with contextlib.suppress(OSError):
+            age = self.system.now() - entry.stat(follow_symlinks=False).st_mtime
+            return writer != self.writer and age > _ORPHANED_AFTER
         return False
 
 
@@ -181,13 +388,15 @@ def disk_bytes(stat: os.stat_result) -> int:
     return stat.st_blocks * 512 or stat.st_size
 
 
-def _write_all(fd: int, parts: Sequence[memoryview]) -> None:
+def write_all(system: FileSystem, fd: int, parts: Sequence[memoryview], offset: int = 0) -> None:
+    """Write every byte, however little is taken at a time. Raises `OSError`."""
     left = [part for part in parts if part.nbytes]
-    offset = 0
     while left:
-        written = os.pwritev(fd, left, offset)
+        written = system.pwritev(fd, left, offset)
+        if written <= 0:
+            raise OSError(errno.EIO, "a write took nothing")
         offset += written
         while left and written >= left[0].nbytes:
             written -= left.pop(0).nbytes
-        if left:
+        if left and written:
             left[0] = left[0][written:]
