@@ -23,6 +23,7 @@ __all__ = [
     "Change",
     "Command",
     "CommandBatch",
+    "EventsAt",
     "EvictionInfo",
     "EvictionList",
     "EvictionRequest",
@@ -142,6 +143,19 @@ class StoreRef(_Request):
     tier: Annotated[str, Field(min_length=1, max_length=64)]
 
 
+class EventsAt(_Request):
+    """Where a node publishes KV events in vLLM's format, and for what."""
+
+    endpoint: Annotated[str, Field(min_length=1, max_length=255)]
+    """To subscribe to, as in `tcp://10.0.0.7:5557`."""
+    replay: Annotated[str, Field(max_length=255)] = ""
+    """To ask for what was lost; empty: nowhere."""
+    topic: Annotated[str, Field(max_length=512)] = ""
+    model: Annotated[str, Field(max_length=512)] = ""
+    """Only chunks of this model; empty: of all."""
+    rank: Annotated[int, Field(ge=0, le=1 << 31)] = 0
+
+
 class NodeRegistration(_Request):
     """POST /v1/nodes. Repeating it is harmless; a new incarnation voids what the old one held."""
 
@@ -152,6 +166,7 @@ class NodeRegistration(_Request):
     transports: list[Name] = []
     capacity_bytes: Annotated[int, Field(ge=0)] = 0
     stores: Annotated[list[StoreRef], Field(max_length=64)] = []
+    events: Annotated[list[EventsAt], Field(max_length=64)] = []
 
 
 class RegistrationReply(_Answer):
@@ -181,6 +196,8 @@ class HeartbeatRequest(_Request):
     detail: Annotated[str, Field(max_length=2000)] = ""
     next_seq: Annotated[int, Field(ge=0)] | None = None
     """`seq` of the node's next report: shows a server that lost the last ones that it did."""
+    events: Annotated[list[EventsAt], Field(max_length=64)] | None = None
+    """As registered: a server that has begun anew doesn't remember. None: as they were."""
 
 
 class HeartbeatReply(_Answer):
@@ -205,6 +222,8 @@ class NodeInfo(_Answer):
     healthy: bool
     detail: str
     heartbeat_age: float
+    events: list[EventsAt] = []
+    """Where it publishes KV events."""
 
 
 class NodeList(_Answer):

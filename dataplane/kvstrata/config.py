@@ -259,6 +259,10 @@ class EventSettings(_Section):
     """Where readers subscribe, as in `tcp://127.0.0.1:5557`; port 0: any free one."""
     replay: str = ""
     """Where readers ask for what they lost, as in `tcp://127.0.0.1:5558`; empty: nowhere."""
+    advertise: str = ""
+    """Address by which readers on other hosts find `listen`; empty: the one bound."""
+    advertise_replay: str = ""
+    """The same of `replay`."""
     topic: str = ""
     """llm-d wants `kv@<address:port of the engine's endpoint>@<model>`."""
     model: str = ""
@@ -389,6 +393,9 @@ class ServerSettings(_Settings):
     """Most transfers under way to one node; the others wait for their turn."""
     transfers_per_link: Annotated[int, Field(ge=1)] = 4
     """And of those, most from one and the same node."""
+    hash_seeds: list[str] = ["vllm-none-hash", "0", "42"]
+    """Values of PYTHONHASHSEED that engines may run with, to find chunks by token ids. The first
+    is vLLM's own where it isn't set."""
     rate_limit: Annotated[float, Field(ge=0)] = 0.0
     """Requests a second that one token may make on average, twice as many at once; 0: no limit."""
     audit_retention: Seconds = 90 * 86400.0

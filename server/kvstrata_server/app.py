@@ -30,6 +30,7 @@ from kvstrata_server.plane import ControlState
 from kvstrata_server.routes import (
     audit,
     bulk,
+    compat,
     evictions,
     health,
     leases,
@@ -76,7 +77,17 @@ def create_app(settings: ServerSettings, clock: Clock | None = None) -> FastAPI:
     app.openapi = lambda: openapi.document(app)  # type: ignore[method-assign]
     problems.install(app)
     app.router.routes.extend(bulk.ROUTES)
-    for module in (nodes, placements, transfers, prefetches, leases, evictions, audit, health):
+    for module in (
+        nodes,
+        placements,
+        transfers,
+        prefetches,
+        leases,
+        evictions,
+        audit,
+        compat,
+        health,
+    ):
         app.include_router(module.router)
 
     # The last one added is asked first.

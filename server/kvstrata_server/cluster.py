@@ -81,6 +81,7 @@ class Node:
     host: api.HostUse | None = None
     healthy: bool = True
     detail: str = ""
+    events: Sequence[api.EventsAt] = ()
     snapshot_wanted: bool = False
     staged: dict[LocationId, list[KeyBatch]] | None = None
     """Parts of a snapshot that is not complete."""
@@ -176,6 +177,7 @@ class Cluster:
             healthy=node.healthy,
             detail=node.detail,
             heartbeat_age=self.age(node),
+            events=list(node.events),
         )
 
     def page(self, after: str | None, limit: int) -> api.NodeList:
@@ -202,6 +204,7 @@ class Cluster:
         writes = self._enroll(entry)
         node = self.nodes[asked.id]
         node.last_seen, node.home = entry.registered, True
+        node.events = asked.events
         if self._log_as:
             writes.append(self._logged(entry))
             writes = [Fenced(node.id, node.incarnation, writes, registered=entry.registered)]
@@ -253,6 +256,8 @@ class Cluster:
         node = self.require_current(node_id, beat.incarnation)
         self._hear(node)
         node.host, node.healthy, node.detail = beat.host, beat.healthy, beat.detail
+        if beat.events is not None:
+            node.events = beat.events
         if beat.next_seq is not None and self._lost(node, beat.next_seq):
             node.staged, node.snapshot_wanted = None, True
         return api.HeartbeatReply(snapshot_wanted=node.snapshot_wanted)

@@ -57,6 +57,11 @@ class Namespaces:
             and revision in (None, namespace.revision)
         ]
 
+    def visible(self, who: Identity) -> list[Namespace]:
+        """Those whose documents are known, and that `who` may know of."""
+        known = (namespace for namespace in self._known.values() if namespace is not None)
+        return [namespace for namespace in known if who.may_see(namespace)]
+
     def tenant(self, key: Key) -> str:
         """Of this chunk; empty where its namespace has none, or isn't known."""
         namespace = self._known.get(key[:DIGEST_BYTES])

@@ -17,6 +17,7 @@ from kvstrata_server.audit import ForgetAudit
 from kvstrata_server.changes import TrimLog
 from kvstrata_server.clock import Clock
 from kvstrata_server.cluster import Cluster
+from kvstrata_server.compat import Instances
 from kvstrata_server.database import Database
 from kvstrata_server.evictions import Evictions
 from kvstrata_server.following import LOG_RETENTION, Follower, load
@@ -79,6 +80,7 @@ class ControlState:
             settings.transfer_retention,
             lambda node: self.transfers.wake(node),
         )
+        self.instances = Instances(self.cluster)
         self.transfers = Scheduler(
             self.cluster,
             self.database,

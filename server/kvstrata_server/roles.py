@@ -89,6 +89,10 @@ _NEEDS = {
     "get_transfer": Needs(Role.READ, by_tenant=True),
     "cancel_transfer": Needs(Role.ORCHESTRATE, by_tenant=True, audited=True),
     "list_audit": Needs(Role.ADMIN),
+    "register_instance": Needs(Role.ORCHESTRATE, audited=True),
+    "unregister_instance": Needs(Role.ORCHESTRATE, audited=True),
+    "query_prefix": Needs(Role.READ, by_tenant=True),
+    "query_prefix_by_hash": Needs(Role.READ, by_tenant=True),
 }
 _QUESTION = Needs(Role.READ)
 _UNKNOWN = Needs(Role.ADMIN, audited=True)

@@ -30,6 +30,7 @@ import zmq.asyncio
 
 from kvstrata import wire
 from kvstrata.addresses import is_loopback
+from kvstrata.api import EventsAt
 from kvstrata.config import EventSettings
 from kvstrata.errors import ConfigError
 from kvstrata.keys import Key, Namespace
@@ -144,6 +145,18 @@ class EventPublisher:
 
     def told(self, tells: Iterable[wire.Told]) -> None:
         self._book.tell(tells)
+
+    @property
+    def at(self) -> EventsAt:
+        """Where readers find it."""
+        settings = self._settings
+        return EventsAt(
+            endpoint=settings.advertise or self.address,
+            replay=settings.advertise_replay or self.replay_address,
+            topic=settings.topic,
+            model=settings.model,
+            rank=settings.rank,
+        )
 
     @property
     def status(self) -> dict[str, int]:

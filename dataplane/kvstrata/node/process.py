@@ -356,6 +356,7 @@ class Node:
                 for guard in self.store.guards
                 if guard.tier.writable
             ],
+            events=[publisher.at for publisher in self.events],
         )
 
     def host_use(self) -> HostUse:

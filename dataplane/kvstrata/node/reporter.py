@@ -67,6 +67,7 @@ class Reporter:
         self._evicting = Evicting(reported, self._post_eviction)
         self._node = ""
         self._incarnation = ""
+        self._events: list[api.EventsAt] = []
         self._closed = False
         self._running: asyncio.Task[None] | None = None
 
@@ -137,6 +138,7 @@ class Reporter:
                 await self._sleep(backoff.next())
                 continue
             self._node, self._incarnation = registration.id, registration.incarnation
+            self._events = registration.events
             self._outbox.registered(reply.next_seq)
             self._heartbeat_interval = min(self._heartbeat_interval, reply.heartbeat_ttl / 3)
             self._troubles.clear()
@@ -213,6 +215,7 @@ class Reporter:
                 healthy=healthy,
                 detail=detail[:2000],
                 next_seq=self._outbox.next_seq,
+                events=self._events,
             ),
         )
         if reply.snapshot_wanted:

@@ -1,0 +1,317 @@
+"""Routes by which clients of Dynamo's indexer, or of Mooncake's conductor, may ask us instead.
+
+Both shapes of a question are understood, and each is answered in its own. Errors are problem
+documents like all of ours, with the status codes that those clients know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+
+from kvstrata.errors import Malformed, Missing
+from kvstrata.keys import Key, Namespace
+from kvstrata_server.auth import identity_of
+from kvstrata_server.compat import DEFAULT_TENANT, Asked, Overlap, overlaps
+from kvstrata_server.dump import dump_of
+from kvstrata_server.hashing import chunk_keys, sequence_hashes, sequence_keys
+from kvstrata_server.plane import ControlState, state_of
+from kvstrata_server.problems import responses
+from kvstrata_server.roles import Identity
+
+router = APIRouter(tags=["compatible"])
+
+State = Annotated[ControlState, Depends(state_of)]
+Who = Annotated[Identity, Depends(identity_of)]
+
+_MOST_TOKENS = 1 << 20
+# Up to here hashing takes no longer than a change of threads is worth.
+_FEW_TOKENS = 2048
+
+_U64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+_Text = Annotated[str, Field(max_length=512)]
+_Name = Annotated[str, Field(min_length=1, max_length=512)]
+_Id = Annotated[int, Field(ge=0, lt=1 << 64)] | Annotated[str, Field(min_length=1, max_length=128)]
+_Model = Annotated[_Name, Field(validation_alias=AliasChoices("model_name", "model", "modelname"))]
+_TENANT = AliasChoices("tenant_id", "routing_group")
+_Tenant = Annotated[_Text, Field(validation_alias=_TENANT)]
+
+
+class _Asked(BaseModel):
+    # Fields that only one of them knows are no errors.
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+
+
+class InstanceRegistration(_Asked):
+    """POST /register"""
+
+    instance_id: _Id
+    endpoint: _Name
+    """Where a node publishes its KV events."""
+    model_name: _Model
+    block_size: Annotated[int, Field(ge=1, lt=1 << 31)]
+    dp_rank: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    replay_endpoint: _Text | None = None
+    """Not used: a node says itself where it replays."""
+    tenant_id: _Tenant = DEFAULT_TENANT
+
+
+class InstanceRemoval(_Asked):
+    """POST /unregister"""
+
+    instance_id: _Id
+    model_name: _Model
+    dp_rank: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    tenant_id: Annotated[_Text | None, Field(validation_alias=_TENANT)] = None
+
+
+class _Query(_Asked):
+    model_name: _Model
+    tenant_id: _Tenant = DEFAULT_TENANT
+    """Chunks of the namespaces with this tenant; `default`: of those with none."""
+    instance_id: _Id | None = None
+    """Only of this one."""
+    mooncake: Annotated[bool, Field(exclude=True)] = False
+    """Not sent: whether the question has Mooncake's shape, which says `model`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whose(cls, asked: Any) -> Any:
+        if isinstance(asked, dict):
+            return asked | {"mooncake": "model" in asked and "model_name" not in asked}
+        return asked
+
+
+class PrefixQuery(_Query):
+    """POST /query"""
+
+    token_ids: Annotated[
+        list[Annotated[int, Field(ge=0, lt=1 << 32)]], Field(max_length=_MOST_TOKENS)
+    ]
+    block_size: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    lora_name: _Text | None = None
+    cache_salt: _Text | None = None
+
+
+class HashQuery(_Query):
+    """POST /query_by_hash: one of the two lists. Only for namespaces that hash by `xxh3`."""
+
+    block_hashes: Annotated[list[_U64], Field(max_length=_MOST_TOKENS)] | None = None
+    """Dynamo's: of each block by itself."""
+    seq_hashes: Annotated[list[_U64], Field(max_length=_MOST_TOKENS)] | None = None
+    """Mooncake's: of each block together with all before it."""
+
+
+class Done(BaseModel):
+    status: str = "ok"
+
+
+class InstanceOverlap(BaseModel):
+    """Of one instance, in tokens; cumulative from tier to tier."""
+
+    longest_matched: int
+    gpu: int
+    dp: dict[str, int]
+    cpu: int
+    disk: int
+
+
+class MooncakeOverlap(BaseModel):
+    longest_matched: int
+    GPU: int
+    DP: dict[str, int]
+    CPU: int
+    DISK: int
+
+
+class PrefixAnswer(BaseModel):
+    """Dynamo's. `scores` and `frequencies` count what is on devices, so are empty."""
+
+    scores: dict[str, dict[str, int]]
+    frequencies: list[int]
+    instances: dict[str, InstanceOverlap]
+
+
+MooncakeAnswer = dict[str, dict[str, MooncakeOverlap]]
+"""Tenant -> instance -> what it has."""
+
+
+class Listener(BaseModel):
+    endpoint: str
+    status: str
+
+
+class Worker(BaseModel):
+    """A registered instance."""
+
+    instance_id: int | str
+    source: str
+    status: str
+    model_name: str
+    routing_group: str
+    block_size: int
+    endpoints: dict[str, str]
+    listeners: dict[str, Listener]
+
+
+@router.post("/register", status_code=201, responses=responses(404, 409))
+async def register_instance(asked: InstanceRegistration, state: State) -> Done:
+    """Call the node that publishes its KV events at `endpoint` by this id in answers."""
+    state.instances.register(
+        Asked(
+            str(asked.instance_id),
+            asked.model_name,
+            asked.tenant_id,
+            asked.dp_rank or 0,
+            asked.endpoint,
+            asked.block_size,
+        )
+    )
+    return Done()
+
+
+@router.post("/unregister", responses=responses(404))
+async def unregister_instance(asked: InstanceRemoval, state: State) -> Done:
+    """Forget an instance, or one rank of it."""
+    state.instances.unregister(
+        str(asked.instance_id), asked.model_name, asked.tenant_id, asked.dp_rank
+    )
+    return Done()
+
+
+@router.post("/query", responses=responses(404))
+async def query_prefix(asked: PrefixQuery, state: State, who: Who) -> PrefixAnswer | MooncakeAnswer:
+    """How much of a prompt each instance has. Hashes the tokens as the engines do."""
+    namespaces = _namespaces(state, who, asked)
+    sizes = {g.tokens_per_block for n in namespaces for g in n.groups}
+    if asked.block_size is not None and asked.block_size not in sizes:
+        raise Malformed(f"{asked.model_name} has blocks of {sorted(sizes)} tokens")
+
+    def keys(namespace: Namespace) -> Mapping[int, Sequence[Key]]:
+        return chunk_keys(
+            namespace,
+            asked.token_ids,
+            state.settings.hash_seeds,
+            asked.lora_name or "",
+            asked.cache_salt or "",
+        )
+
+    if len(asked.token_ids) > _FEW_TOKENS:
+        chunks = await asyncio.to_thread(lambda: [(n, keys(n)) for n in namespaces])
+    else:
+        chunks = [(n, keys(n)) for n in namespaces]
+    return _answer(state, asked, overlaps(state.cluster, chunks))
+
+
+@router.post("/query_by_hash", responses=responses(404))
+async def query_prefix_by_hash(
+    asked: HashQuery, state: State, who: Who
+) -> PrefixAnswer | MooncakeAnswer:
+    """The same of a prompt whose hashes the client has computed."""
+    if (asked.block_hashes is None) == (asked.seq_hashes is None):
+        raise Malformed("give `block_hashes` (Dynamo's) or `seq_hashes` (Mooncake's), not both")
+    hashes = asked.seq_hashes
+    if hashes is None:
+        hashes = sequence_hashes(asked.block_hashes or ())
+    namespaces = _namespaces(state, who, asked)
+    chunks = [(n, sequence_keys(n, hashes)) for n in namespaces]
+    return _answer(state, asked, overlaps(state.cluster, chunks))
+
+
+@router.get("/workers", responses=responses())
+async def list_workers(state: State, model_name: str | None = None) -> list[Worker]:
+    """The registered instances."""
+    found: dict[tuple[str, str, str], Worker] = {}
+    for instance in state.instances.all():
+        if model_name not in (None, instance.model):
+            continue
+        status = "active" if state.instances.is_up(instance) else "silent"
+        worker = found.setdefault(
+            (instance.id, instance.model, instance.tenant),
+            Worker(
+                instance_id=int(instance.id) if instance.id.isdecimal() else instance.id,
+                source="zmq",
+                status=status,
+                model_name=instance.model,
+                routing_group=instance.tenant,
+                block_size=instance.block_size,
+                endpoints={},
+                listeners={},
+            ),
+        )
+        rank = str(instance.rank)
+        worker.endpoints[rank] = instance.endpoint
+        worker.listeners[rank] = Listener(endpoint=instance.endpoint, status=status)
+    return list(found.values())
+
+
+@router.get("/dump", responses=responses())
+async def dump(state: State) -> dict[str, Any]:
+    """What the registered instances hold, as Dynamo's router events: for an indexer that starts
+    with us as its peer. Asked of the nodes, which alone know the tokens."""
+    return await dump_of(state.instances)
+
+
+def _namespaces(state: ControlState, who: Identity, asked: _Query) -> list[Namespace]:
+    tenant = "" if asked.tenant_id == DEFAULT_TENANT else asked.tenant_id
+    found = [
+        namespace
+        for namespace in state.namespaces.visible(who)
+        if (namespace.model, namespace.tenant) == (asked.model_name, tenant)
+    ]
+    if not found:
+        raise Missing(f"no node has reported chunks of {asked.model_name}, tenant {tenant!r}")
+    return found
+
+
+def _answer(
+    state: ControlState, asked: _Query, by_node: Mapping[str, Overlap]
+) -> PrefixAnswer | MooncakeAnswer:
+    names = state.instances.names(asked.model_name, asked.tenant_id)
+    found: dict[str, tuple[Overlap, list[int]]] = {}
+    for node, overlap in by_node.items():
+        if not overlap.disk:
+            continue
+        for name, ranks in _names(node, names):
+            if asked.instance_id is None or str(asked.instance_id) == name:
+                found[name] = overlap, ranks
+    if asked.mooncake:
+        shown = {
+            name: MooncakeOverlap(
+                longest_matched=overlap.disk,
+                GPU=0,
+                DP={str(rank): 0 for rank in ranks},
+                CPU=overlap.cpu,
+                DISK=overlap.disk,
+            )
+            for name, (overlap, ranks) in found.items()
+        }
+        return {asked.tenant_id: shown}
+    return PrefixAnswer(
+        scores={},
+        frequencies=[],
+        instances={
+            name: InstanceOverlap(
+                longest_matched=overlap.disk,
+                gpu=0,
+                dp={str(rank): 0 for rank in ranks},
+                cpu=overlap.cpu,
+                disk=overlap.disk,
+            )
+            for name, (overlap, ranks) in found.items()
+        },
+    )
+
+
+def _names(node: str, names: Any) -> Iterable[tuple[str, list[int]]]:
+    """What a node is called in answers, and its ranks under that name."""
+    if names is None:
+        return [(node, [0])]
+    ranks: dict[str, list[int]] = {}
+    for instance in names.get(node, ()):
+        ranks.setdefault(instance.id, []).append(instance.rank)
+    return ranks.items()
