@@ -249,6 +249,8 @@ class Root:
         made = []
         missing = [directory]
         while missing:
+            if os.path.dirname(missing[-1]) == self.path:
+                self.check()
             try:
                 self.system.mkdir(missing[-1])
                 made.append(os.path.dirname(missing.pop()))

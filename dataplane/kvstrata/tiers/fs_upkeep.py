@@ -39,8 +39,8 @@ _PROGRESS_EVERY = 5.0
 # Of a walk: folders looked at between two updates of the index, and chunks put in order at once.
 _STEPS = 8
 _SLICE = 16_384
-# A probe writes as much as what failed wanted, up to this.
-_MOST_PROBED = 1 << 20
+# What a probe of a disk that was full must be able to write.
+_PROBED_BYTES = 128 << 10
 
 
 class _Probed(NamedTuple):
@@ -160,7 +160,7 @@ class Upkeep:
             except RootGone:
                 core.root.restore()
                 made_anew = True
-            core.root.try_write(_MOST_PROBED if core.health.has(Condition.FULL) else 1)
+            core.root.try_write(_PROBED_BYTES if core.health.has(Condition.FULL) else 1)
         except OSError as e:
             return _Probed(condition_of(e) or Condition.IO_ERROR, str(e), made_anew)
         return _Probed(None, "", made_anew)
@@ -209,7 +209,8 @@ class Upkeep:
                 if len(self._removed) > _MOST_REMOVED:
                     self._removed.popitem(last=False)
             elif record.what != TOTAL and record.time > self._removed.get(key, 0.0):
-                core.index.learn(key, record.disk_bytes, record.time)
+                # No clock of another host makes a chunk younger than young.
+                core.index.learn(key, record.disk_bytes, min(record.time, core.now()))
         core.announce(gone)
 
     async def _evict(self) -> None:

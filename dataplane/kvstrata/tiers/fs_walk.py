@@ -51,6 +51,7 @@ def folders(root: Root) -> list[Folder]:
 def look(root: Root, quarantine: Quarantine, folder: Folder) -> Step:
     """One step: what is in a folder. Raises `OSError`."""
     namespace = bytes.fromhex(folder.namespace)
+    now = root.system.now()  # a time to come, of a clock that was set, must not count for ever
     found: list[Found] = []
     broken = 0
     for inner in _swept(root, root.at(f"{folder.namespace}/{folder.outer}")):
@@ -69,7 +70,7 @@ def look(root: Root, quarantine: Quarantine, folder: Folder) -> Step:
             except FileNotFoundError:
                 continue
             if plausible(stat):
-                found.append(Found(stat.st_mtime, key, disk_bytes(stat)))
+                found.append(Found(min(stat.st_mtime, now), key, disk_bytes(stat)))
             else:
                 broken += _set_aside(quarantine, entry)
     return Step(found, broken)
