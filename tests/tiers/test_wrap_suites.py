@@ -64,24 +64,33 @@ class OverFs(Around):
     """A tier that is durable, and bounded in bytes of disk."""
 
     durable = True
-    keeps_heads = False
+    damages = tuple(set(Damage) - {Damage.VERSION})  # that one is a test of the fs tier itself
+    root: Path
 
     async def open_inner(self, tmp_path: Path, context: TierContext) -> Tier:
-        return await FsTier.open({"root": tmp_path / "fs"}, context)
+        self.root = tmp_path / "fs"
+        return await FsTier.open({"root": self.root}, context)
 
     async def open_bounded(self, tmp_path: Path, context: TierContext, capacity: int) -> Tier:
         inner = await FsTier.open({"root": tmp_path / "fs", "capacity": capacity}, context)
-        self.root = tmp_path / "fs"
         return wrapped(inner, self.names, tmp_path, context)
 
     async def damage(self, tier: Tier, key: Key, how: Damage, other: Key) -> None:
-        root = Path(self.inner._root.path)
-        path, partner = root / path_of(key), root / path_of(other)
+        path, partner = self.root / path_of(key), self.root / path_of(other)
         content = bytearray(path.read_bytes())
         match how:
             case Damage.FLIP:
                 content[PAGE_BYTES + 200] ^= 1
                 path.write_bytes(content)
+            case Damage.HEADER:
+                content[20] ^= 1
+                path.write_bytes(content)
+            case Damage.EMPTY:
+                path.write_bytes(b"")
+            case Damage.GROWN:
+                path.write_bytes(content + b"more")
+            case Damage.ZEROED:
+                path.write_bytes(bytes(len(content)))
             case Damage.TRUNCATE:
                 path.write_bytes(content[: len(content) // 2])
             case Damage.SWAP:
