@@ -16,8 +16,13 @@ TORCH_VERSION := 2.13.0
 VLLM_BASE := $(VLLM_VENV)/.vllm-$(VLLM_VERSION)-torch-$(TORCH_VERSION)
 VLLM_READY := $(VLLM_VENV)/.ready
 
+# Dynamo's indexer and selector, which tests subscribe to our nodes; its versions are its own, too.
+DYNAMO_VENV := .venv-dynamo
+DYNAMO_VERSION := 1.6.1
+DYNAMO_READY := $(DYNAMO_VENV)/.ready-$(DYNAMO_VERSION)
+
 .DEFAULT_GOAL := help
-.PHONY: help venv constraints demo test test-gpu test-vllm lint format openapi docs clean
+.PHONY: help venv constraints demo dynamo test test-gpu test-vllm lint format openapi docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -53,8 +58,16 @@ constraints: ## renew constraints.txt: the versions that .venv is made of
 demo: $(READY) ## see it work: offload, restart, reload, transfer (under three minutes)
 	$(BIN)/kvstrata demo
 
-test: $(TEST_READY) ## all tests that need no vLLM
+test: $(TEST_READY) dynamo ## all tests that need no vLLM
 	$(BIN)/pytest -n 2 -m 'not vllm'
+
+dynamo: $(DYNAMO_READY) ## Dynamo's indexer for the tests, where it is available
+
+$(DYNAMO_READY):
+	test -x $(DYNAMO_VENV)/bin/python || $(PYTHON) -m venv $(DYNAMO_VENV)
+	$(DYNAMO_VENV)/bin/pip install --quiet --disable-pip-version-check \
+		'ai-dynamo-runtime==$(DYNAMO_VERSION)' && touch $@ \
+		|| echo 'note: ai-dynamo-runtime is not available here; its tests will be skipped'
 
 test-gpu: $(READY) ## the CUDA device on this machine's GPU: its tests, and GB/s
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
@@ -95,5 +108,5 @@ $(VLLM_READY): pyproject.toml $(VLLM_BASE)
 	touch $@
 
 clean: ## remove what the targets above made, environments included
-	rm -rf $(VENV) $(VENV)-new $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-new $(VLLM_VENV) $(DYNAMO_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
