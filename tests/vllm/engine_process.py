@@ -68,7 +68,8 @@ class Engine:
                 kv_connector="OffloadingConnector",
                 kv_role="kv_both",
                 engine_id=settings["name"],
-                kv_connector_extra_config={
+                kv_connector_extra_config=settings["connector"]
+                or {
                     "spec_name": "KVStrataOffloadingSpec",
                     "spec_module_path": "kvstrata_adapters.engines.vllm.spec",
                     "blocks_per_chunk": settings["blocks_per_chunk"],

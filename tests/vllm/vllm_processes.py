@@ -153,7 +153,7 @@ class Node:
 
 
 class Engine:
-    """See `engine_process`."""
+    """See `engine_process`. `connector`: another spec than ours, with its options."""
 
     def __init__(
         self,
@@ -168,6 +168,7 @@ class Engine:
         device_blocks: int = 64,
         batched_tokens: int = 1024,
         environment: dict[str, str] | None = None,
+        connector: dict[str, Any] | None = None,
     ) -> None:
         self.name = name
         settings = {
@@ -181,6 +182,7 @@ class Engine:
             "ranks": ranks,
             "dtype": dtype,
             "environment": environment or {},
+            "connector": connector,
         }
         script = str(Path(__file__).with_name("engine_process.py"))
         self.process = start(
