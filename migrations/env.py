@@ -3,8 +3,11 @@
 By hand: `alembic -x url=sqlite:///kvstrata.sqlite upgrade head` from the repository.
 """
 
+import asyncio
+
 from alembic import context
-from sqlalchemy import Connection, create_engine
+from sqlalchemy import Connection, create_engine, make_url
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from kvstrata_server.models import Base
 
@@ -19,10 +22,20 @@ def migrate(connection: Connection) -> None:
 def migrate_address(url: str) -> None:
     if not url:
         raise SystemExit("which database? alembic -x url=sqlite:///kvstrata.sqlite upgrade head")
-    engine = create_engine(url.replace("+aiosqlite", "").replace("+asyncpg", ""))
+    if make_url(url).get_dialect().is_async:
+        asyncio.run(migrate_async(url))
+        return
+    engine = create_engine(url)
     with engine.connect() as connection:
         migrate(connection)
     engine.dispose()
+
+
+async def migrate_async(url: str) -> None:
+    engine = create_async_engine(url)
+    async with engine.begin() as connection:
+        await connection.run_sync(migrate)
+    await engine.dispose()
 
 
 given = context.config.attributes.get("connection")

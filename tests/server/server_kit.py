@@ -63,13 +63,16 @@ def keys(*numbers: int) -> list[str]:
     return [NAMESPACE.key(0, n.to_bytes(8, "big")).hex() for n in numbers]
 
 
-def database_url(path: Path) -> str:
+def database_url(path: Path | str) -> str:
+    """Of the file in a folder; an address is what it is."""
+    if isinstance(path, str):
+        return path
     return f"sqlite+aiosqlite:///{path / 'control.sqlite'}"
 
 
 @asynccontextmanager
 async def running(
-    path: Path, clock: TurnedClock | None = None, token: str = "", **settings: object
+    path: Path | str, clock: TurnedClock | None = None, token: str = "", **settings: object
 ) -> AsyncIterator[Running]:
     """The app on the database in `path`, opened, with clients that need no network."""
     clock = clock or TurnedClock()

@@ -14,8 +14,8 @@ async def filled(r) -> None:
     await r.control.report("c", report(0, host(keys(1, 2, 3, 4))))
 
 
-async def test_prefix_over_any_mix_of_tiers_best_first(tmp_path):
-    async with running(tmp_path) as r:
+async def test_prefix_over_any_mix_of_tiers_best_first(place):
+    async with running(place) as r:
         await filled(r)
         reply = await r.control.lookup(api.LookupRequest(keys=keys(0, 1, 2, 3, 4, 5)))
         assert reply.keys == 6
@@ -29,8 +29,8 @@ async def test_prefix_over_any_mix_of_tiers_best_first(tmp_path):
         assert b.keys is None
 
 
-async def test_among_equals_host_memory_then_the_youngest(tmp_path):
-    async with running(tmp_path) as r:
+async def test_among_equals_host_memory_then_the_youngest(place):
+    async with running(place) as r:
         await filled(r)
         reply = await r.control.lookup(api.LookupRequest(keys=keys(0, 1, 2)))
         assert [n.node for n in reply.nodes] == ["a", "b", "c"]
@@ -38,8 +38,8 @@ async def test_among_equals_host_memory_then_the_youngest(tmp_path):
         assert [n.node for n in reply.nodes] == ["b", "a", "c"]
 
 
-async def test_all_says_which_keys_in_the_order_asked(tmp_path):
-    async with running(tmp_path) as r:
+async def test_all_says_which_keys_in_the_order_asked(place):
+    async with running(place) as r:
         await filled(r)
         asked = keys(4, 9, 1)
         reply = await r.control.lookup(api.LookupRequest(keys=asked, mode="all"))
@@ -51,15 +51,15 @@ async def test_all_says_which_keys_in_the_order_asked(tmp_path):
         assert reply.nodes[0].node == "c"  # both in host memory
 
 
-async def test_only_the_nodes_asked_for(tmp_path):
-    async with running(tmp_path) as r:
+async def test_only_the_nodes_asked_for(place):
+    async with running(place) as r:
         await filled(r)
         reply = await r.control.lookup(api.LookupRequest(keys=keys(1), nodes=["c", "zz"]))
         assert [n.node for n in reply.nodes] == ["c"]
 
 
-async def test_keys_may_be_upper_case_and_unknown_ones_are_no_error(tmp_path):
-    async with running(tmp_path) as r:
+async def test_keys_may_be_upper_case_and_unknown_ones_are_no_error(place):
+    async with running(place) as r:
         await filled(r)
         asked = [key.upper() for key in keys(0, 77)]
         reply = await r.control.lookup(api.LookupRequest(keys=asked))

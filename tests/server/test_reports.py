@@ -23,8 +23,8 @@ def beat(incarnation: str = "i1", **more: object) -> api.HeartbeatRequest:
     return api.HeartbeatRequest(incarnation=incarnation, host=USE, **more)
 
 
-async def test_reports_change_what_is_offered(tmp_path):
-    async with running(tmp_path) as r:
+async def test_reports_change_what_is_offered(place):
+    async with running(place) as r:
         assert (await join(r.control, "a", stores=("s",))).next_seq == 0
         reply = await r.control.report("a", report(0, host(keys(0, 1)), store("s", keys(1, 2))))
         assert (reply.applied, reply.next_seq, reply.snapshot_wanted) == (True, 1, False)
@@ -33,15 +33,15 @@ async def test_reports_change_what_is_offered(tmp_path):
         assert await held(r.control, keys(0, 1, 2)) == {"a": {"host": 1, "fs": 2}}
 
 
-async def test_a_key_in_both_lists_is_there(tmp_path):
-    async with running(tmp_path) as r:
+async def test_a_key_in_both_lists_is_there(place):
+    async with running(place) as r:
         await join(r.control, "a")
         await r.control.report("a", report(0, host(keys(0), removed=keys(0))))
         assert await prefixes(r.control, keys(0)) == {"a": 1}
 
 
-async def test_a_repeated_report_is_harmless(tmp_path):
-    async with running(tmp_path) as r:
+async def test_a_repeated_report_is_harmless(place):
+    async with running(place) as r:
         await join(r.control, "a")
         first = report(0, host(keys(0)))
         await r.control.report("a", first)
@@ -51,8 +51,8 @@ async def test_a_repeated_report_is_harmless(tmp_path):
         assert await held(r.control, keys(0)) == {}
 
 
-async def test_after_a_gap_only_a_snapshot_is_applied(tmp_path):
-    async with running(tmp_path) as r:
+async def test_after_a_gap_only_a_snapshot_is_applied(place):
+    async with running(place) as r:
         await join(r.control, "a", stores=("s",))
         await r.control.report("a", report(0, host(keys(0, 1)), store("s", keys(5))))
         lost = await r.control.report("a", report(2, host(keys(2))))
@@ -68,8 +68,8 @@ async def test_after_a_gap_only_a_snapshot_is_applied(tmp_path):
         assert await held(r.control, keys(0, 1, 2, 5)) == {"a": {"host": 2}}
 
 
-async def test_a_snapshot_in_parts_replaces_at_its_last(tmp_path):
-    async with running(tmp_path) as r:
+async def test_a_snapshot_in_parts_replaces_at_its_last(place):
+    async with running(place) as r:
         await join(r.control, "a", stores=("s",))
         await r.control.report("a", report(0, host(keys(9))))
         for seq, part, change in (
@@ -88,8 +88,8 @@ async def test_a_snapshot_in_parts_replaces_at_its_last(tmp_path):
     [(1, "more"), (1, "last"), (3, "more")],
     ids=["more without first", "last without first", "gap"],
 )
-async def test_parts_out_of_place_ask_for_a_new_snapshot(tmp_path, seq, part):
-    async with running(tmp_path) as r:
+async def test_parts_out_of_place_ask_for_a_new_snapshot(place, seq, part):
+    async with running(place) as r:
         await join(r.control, "a")
         await r.control.report("a", report(0, host(keys(0))))
         reply = await r.control.report("a", report(seq, host(keys(1)), snapshot=part))
@@ -97,16 +97,16 @@ async def test_parts_out_of_place_ask_for_a_new_snapshot(tmp_path, seq, part):
         assert await held(r.control, keys(0, 1)) == {"a": {"host": 1}}
 
 
-async def test_a_change_between_the_parts_spoils_a_snapshot(tmp_path):
-    async with running(tmp_path) as r:
+async def test_a_change_between_the_parts_spoils_a_snapshot(place):
+    async with running(place) as r:
         await join(r.control, "a")
         await r.control.report("a", report(0, host(keys(0)), snapshot="first"))
         reply = await r.control.report("a", report(1, host(keys(5))))
         assert (reply.applied, reply.snapshot_wanted) == (False, True)
 
 
-async def test_a_new_incarnation_voids_host_memory_but_not_stores(tmp_path):
-    async with running(tmp_path) as r:
+async def test_a_new_incarnation_voids_host_memory_but_not_stores(place):
+    async with running(place) as r:
         await join(r.control, "a", stores=("s",))
         await r.control.report("a", report(0, host(keys(0)), store("s", keys(1))))
         assert (await join(r.control, "a", "i2", stores=("s",))).next_seq == 0
@@ -118,16 +118,16 @@ async def test_a_new_incarnation_voids_host_memory_but_not_stores(tmp_path):
         assert (await r.control.report("a", report(0, host(keys(3)), incarnation="i2"))).applied
 
 
-async def test_registering_again_changes_nothing_that_is_held(tmp_path):
-    async with running(tmp_path) as r:
+async def test_registering_again_changes_nothing_that_is_held(place):
+    async with running(place) as r:
         await join(r.control, "a")
         await r.control.report("a", report(0, host(keys(0))))
         assert (await join(r.control, "a")).next_seq == 1
         assert await held(r.control, keys(0)) == {"a": {"host": 1}}
 
 
-async def test_a_silent_node_is_not_offered_until_it_speaks(tmp_path):
-    async with running(tmp_path) as r:
+async def test_a_silent_node_is_not_offered_until_it_speaks(place):
+    async with running(place) as r:
         await join(r.control, "a")
         await r.control.report("a", report(0, host(keys(0))))
         r.clock.advance(TTL + 1)
@@ -138,8 +138,8 @@ async def test_a_silent_node_is_not_offered_until_it_speaks(tmp_path):
         assert await held(r.control, keys(0)) == {"a": {"host": 1}}
 
 
-async def test_a_shared_store_is_offered_for_every_node_that_is_up(tmp_path):
-    async with running(tmp_path) as r:
+async def test_a_shared_store_is_offered_for_every_node_that_is_up(place):
+    async with running(place) as r:
         await join(r.control, "a", stores=("mount",))
         await join(r.control, "b", stores=("mount",))
         await join(r.control, "c")
@@ -151,8 +151,8 @@ async def test_a_shared_store_is_offered_for_every_node_that_is_up(tmp_path):
         assert await held(r.control, keys(0, 1)) == {"b": {"fs": 2}}
 
 
-async def test_one_that_evicts_from_a_shared_store_speaks_for_all(tmp_path):
-    async with running(tmp_path) as r:
+async def test_one_that_evicts_from_a_shared_store_speaks_for_all(place):
+    async with running(place) as r:
         await join(r.control, "a", stores=("mount",))
         await join(r.control, "b", stores=("mount",))
         await r.control.report("a", report(0, store("mount", keys(0, 1))))
@@ -160,8 +160,8 @@ async def test_one_that_evicts_from_a_shared_store_speaks_for_all(tmp_path):
         assert await held(r.control, keys(0, 1)) == {"a": {"fs": 1}, "b": {"fs": 1}}
 
 
-async def test_a_snapshot_leaves_what_others_found_in_a_shared_store(tmp_path):
-    async with running(tmp_path) as r:
+async def test_a_snapshot_leaves_what_others_found_in_a_shared_store(place):
+    async with running(place) as r:
         await join(r.control, "a", stores=("mount",))
         await join(r.control, "b", stores=("mount",))
         await r.control.report("a", report(0, store("mount", keys(0, 1))))
@@ -169,8 +169,8 @@ async def test_a_snapshot_leaves_what_others_found_in_a_shared_store(tmp_path):
         assert (await held(r.control, keys(0, 1, 2)))["b"] == {"fs": 3}
 
 
-async def test_what_a_departed_node_said_of_a_store_gives_way_to_a_snapshot(tmp_path):
-    async with running(tmp_path) as r:
+async def test_what_a_departed_node_said_of_a_store_gives_way_to_a_snapshot(place):
+    async with running(place) as r:
         await join(r.control, "a", stores=("mount",))
         await join(r.control, "b", stores=("mount",))
         await r.control.report("a", report(0, store("mount", keys(0, 1))))
@@ -180,8 +180,8 @@ async def test_what_a_departed_node_said_of_a_store_gives_way_to_a_snapshot(tmp_
         assert await held(r.control, keys(0, 1)) == {"b": {"fs": 1}}
 
 
-async def test_a_detached_store_is_not_offered_for_the_node(tmp_path):
-    async with running(tmp_path) as r:
+async def test_a_detached_store_is_not_offered_for_the_node(place):
+    async with running(place) as r:
         await join(r.control, "a", stores=("s", "t"))
         await r.control.report("a", report(0, store("s", keys(0)), store("t", keys(1))))
         await join(r.control, "a", stores=("t",))
@@ -190,8 +190,8 @@ async def test_a_detached_store_is_not_offered_for_the_node(tmp_path):
             await r.control.report("a", report(1, store("s", keys(3))))
 
 
-async def test_a_wrong_report_changes_nothing(tmp_path):
-    async with running(tmp_path) as r:
+async def test_a_wrong_report_changes_nothing(place):
+    async with running(place) as r:
         await join(r.control, "a")
         with pytest.raises(Malformed):
             await r.control.report("a", report(0, host(keys(0)), store("nowhere", keys(1))))
@@ -201,8 +201,8 @@ async def test_a_wrong_report_changes_nothing(tmp_path):
         assert (await r.control.report("a", report(0, host(keys(0))))).applied
 
 
-async def test_deregistering(tmp_path):
-    async with running(tmp_path) as r:
+async def test_deregistering(place):
+    async with running(place) as r:
         await join(r.control, "a")
         await r.control.report("a", report(0, host(keys(0))))
         with pytest.raises(Expired):
@@ -219,16 +219,16 @@ async def test_deregistering(tmp_path):
         assert await held(r.control, keys(0)) == {"a": {"host": 1}}
 
 
-async def test_a_heartbeat_shows_a_loss_that_no_report_would(tmp_path):
-    async with running(tmp_path) as r:
+async def test_a_heartbeat_shows_a_loss_that_no_report_would(place):
+    async with running(place) as r:
         await join(r.control, "a")
         await r.control.report("a", report(0, host(keys(0))))
         assert not (await r.control.heartbeat("a", beat(next_seq=1))).snapshot_wanted
         assert (await r.control.heartbeat("a", beat(next_seq=2))).snapshot_wanted
 
 
-async def test_nodes_are_listed_in_pages_with_what_they_said(tmp_path):
-    async with running(tmp_path) as r:
+async def test_nodes_are_listed_in_pages_with_what_they_said(place):
+    async with running(place) as r:
         for node in ("c", "a", "b"):
             await join(r.control, node, stores=("s",))
         await r.control.heartbeat("a", beat(healthy=False, detail="disk is full"))
@@ -243,14 +243,14 @@ async def test_nodes_are_listed_in_pages_with_what_they_said(tmp_path):
 
 
 @pytest.mark.parametrize("stores", [("s", "s"), ("host",)])
-async def test_stores_must_be_told_apart(tmp_path, stores):
-    async with running(tmp_path) as r:
+async def test_stores_must_be_told_apart(place, stores):
+    async with running(place) as r:
         with pytest.raises(Malformed, match="distinct"):
             await join(r.control, "a", stores=stores)
 
 
-async def test_namespaces_are_kept_and_listed(tmp_path):
-    async with running(tmp_path) as r:
+async def test_namespaces_are_kept_and_listed(place):
+    async with running(place) as r:
         await join(r.control, "a")
         await r.control.report("a", report(0, host(keys(0)), namespaces=()))
         unknown = (await r.control.namespaces()).namespaces
@@ -260,5 +260,5 @@ async def test_namespaces_are_kept_and_listed(tmp_path):
         assert known.digest == unknown[0].digest
         assert known.document is not None
         assert known.document["model"] == "tiny"
-    async with running(tmp_path) as r:
+    async with running(place) as r:
         assert (await r.control.namespaces()).namespaces == [known]

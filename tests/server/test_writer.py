@@ -7,12 +7,18 @@ from server_kit import NAMESPACE, database_url
 from sqlalchemy import func, select
 
 from kvstrata.errors import Busy
+from kvstrata.keys import make_key
 from kvstrata_server.database import Database
 from kvstrata_server.index import PlacementIndex
-from kvstrata_server.models import ChunkRow, NamespaceRow, NodeRow, PlacementRow
-from kvstrata_server.placement_writes import AddPlacements, ClearPlacements, DropPlacements
+from kvstrata_server.models import ChunkRow, HotPrefixRow, NamespaceRow, NodeRow, PlacementRow
+from kvstrata_server.placement_writes import (
+    AddPlacements,
+    ClearPlacements,
+    DropPlacements,
+    ForgetChunks,
+)
 from kvstrata_server.writer import Writer
-from kvstrata_server.writes import PutLocation, PutNamespace, PutNode, SetSeq
+from kvstrata_server.writes import CountHits, Hit, PutLocation, PutNamespace, PutNode, SetSeq
 
 
 def put_node(name: str = "a", incarnation: str = "i1") -> PutNode:
@@ -27,8 +33,8 @@ GROUND = (put_node(), PutNamespace(NAMESPACE.digest, None), PutLocation(1, "a", 
 
 
 @asynccontextmanager
-async def writing(tmp_path, busy_timeout: float = 5.0, **bounds: int):
-    database = Database(database_url(tmp_path), busy_timeout)
+async def writing(place, busy_timeout: float = 5.0, **bounds: int):
+    database = Database(database_url(place), busy_timeout)
     await database.migrate()
     writer = Writer(database, **bounds)
     task = asyncio.create_task(writer.run())
@@ -49,9 +55,9 @@ async def chunks_in(database: Database) -> list[bytes]:
     return [row.namespace + row.chunk for row in rows]
 
 
-async def test_writes_are_applied_in_order(tmp_path):
-    async with writing(tmp_path, batch_rows=2) as (writer, database):
-        index = PlacementIndex()
+async def test_writes_are_applied_in_order(place):
+    async with writing(place, batch_rows=2) as (writer, database):
+        index = PlacementIndex(database.shared)
         writer.put(*GROUND, AddPlacements(index.add(1, chunk(0, 1, 2, 3, 4))))
         removed = DropPlacements(index.remove(1, chunk(1, 9)))
         # Chunk 5 takes the number that chunk 1 had.
@@ -66,8 +72,8 @@ async def test_writes_are_applied_in_order(tmp_path):
         assert await chunks_in(database) == []
 
 
-async def test_a_namespace_mentioned_is_completed_later_and_stays(tmp_path):
-    async with writing(tmp_path) as (writer, database):
+async def test_a_namespace_mentioned_is_completed_later_and_stays(place):
+    async with writing(place) as (writer, database):
         for document in (None, NAMESPACE.document, None):
             writer.put(PutNamespace(NAMESPACE.digest, document))
         await writer.flushed(5)
@@ -102,9 +108,9 @@ async def test_a_locked_database_is_tried_again(tmp_path):
         assert (await database.rows(select(func.count()).select_from(NodeRow)))[0][0] == 1
 
 
-async def test_one_impossible_write_does_not_block_the_others(tmp_path, caplog):
-    async with writing(tmp_path) as (writer, database):
-        index = PlacementIndex()
+async def test_one_impossible_write_does_not_block_the_others(place, caplog):
+    async with writing(place) as (writer, database):
+        index = PlacementIndex(database.shared)
         nowhere = AddPlacements(index.add(99, chunk(8)))  # no such location
         first, second = (AddPlacements(index.add(1, chunk(n))) for n in (0, 1))
         writer.put(*GROUND, first, nowhere, second)
@@ -112,3 +118,46 @@ async def test_one_impossible_write_does_not_block_the_others(tmp_path, caplog):
         assert await chunks_in(database) == chunk(0, 1)
         assert writer.dropped == 1
         assert "dropped a write" in caplog.text
+
+
+async def test_placements_of_many_kinds_of_keys_arrive_as_they_are(place):
+    async with writing(place) as (writer, database):
+        index = PlacementIndex(database.shared)
+        other = bytes(range(16))
+        asked = [
+            *chunk(0, 1),
+            NAMESPACE.key(7, b"\xff" * 32),
+            NAMESPACE.key(0, b"\x00"),
+            make_key(other, 0, b"\x00\x00"),
+        ]
+        writer.put(*GROUND, PutNamespace(other, None), AddPlacements(index.add(1, asked)))
+        await writer.flushed(5)
+        assert sorted(await chunks_in(database)) == sorted(asked)
+        writer.put(DropPlacements(index.remove(1, asked[2:4])), ForgetChunks())
+        await writer.flushed(5)
+        left = [*asked[:2], asked[4]]
+        assert sorted(await chunks_in(database)) == sorted(left)
+        rows = await database.rows(select(func.count()).select_from(ChunkRow))
+        assert rows[0][0] == 3
+
+
+async def test_a_database_that_goes_away_is_tried_again(postgres, postgres_address):
+    async with writing(postgres_address) as (writer, database):
+        writer.put(*GROUND)
+        await writer.flushed(5)
+        # What a restart of PostgreSQL looks like from here.
+        await postgres.end_sessions(database.engine.url.database)
+        writer.put(SetSeq("a", "i1", 5))
+        await writer.flushed(10)
+        assert (await database.rows(select(NodeRow.next_seq)))[0][0] == 5
+        assert writer.dropped == 0
+
+
+async def test_hits_add_up_and_old_prefixes_are_forgotten(place):
+    async with writing(place) as (writer, database):
+        first, second = chunk(0, 1)
+        writer.put(CountHits([Hit(first, 3, 2, 10, 1.0), Hit(second, 1, 1, 1, 2.0)], 0.0))
+        writer.put(CountHits([Hit(second, 1, 4, 5, 3.0)], forget_before=2.5))
+        await writer.flushed(5)
+        rows = await database.rows(select(HotPrefixRow.hits, HotPrefixRow.nodes))
+        assert [tuple(row) for row in rows] == [(6, 4)]
