@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvstrata import eviction
 from kvstrata.chains import Chains
+from kvstrata.chunks import is_idle
 from kvstrata.host import NO_ROOM, PRESENT, Chunk, HostTier, State, Used
 from kvstrata.keys import Key, make_key
 from kvstrata.policies import Arc, Lru, Policy, S3Fifo
@@ -172,6 +173,40 @@ def test_an_overdue_write_is_quarantined_until_its_owner_speaks() -> None:
     assert host.reserve("b", [(key(2), PAGE)]) == [NO_ROOM]
     host.abort("a", [key(1)])
     assert host.reserve("b", [(key(2), PAGE)]) == [0]
+
+
+def test_a_write_that_nobody_waits_for_is_absent_and_keeps_its_slot() -> None:
+    gone: list[Chunk] = []
+    host = make(4, on_gone=gone.extend)
+    offsets = host.reserve("a", [(key(1), PAGE), (key(2), PAGE)])
+    host.disown("a", [key(1), key(9)])
+    host.disown("b", [key(2)])
+    assert host.find([key(1), key(2)]) == [State.ABSENT, State.WRITING]
+    assert [chunk.key for chunk in gone] == [key(1)]
+    assert host.usage().quarantined == PAGE
+    assert host.expired_writes == 0
+    assert offsets[0] not in host.reserve("b", [(key(n), PAGE) for n in (1, 3, 4)])
+    assert host.commit("a", [key(1)]) == [False]
+    assert host.usage().quarantined == 0
+
+
+def test_the_next_victims_are_those_that_go_next() -> None:
+    host = make(8)
+    put(host, 1, 2, 3, 4)
+    put(host, 5, 6, 7, 8)
+    host.lease("b", 1, [key(3)], 10)
+    told = [chunk.key for chunk in host.next_victims(4 * PAGE)]
+    assert told == [key(n) for n in (4, 2, 1, 8)]
+    assert host.next_victims(0) == []
+    assert len(host.next_victims(100 * PAGE)) == 7
+    host.reserve("a", [(key(n), PAGE) for n in range(20, 24)])
+    assert host.find([key(n) for n in (4, 2, 1, 8, 7)]) == [State.ABSENT] * 4 + [State.READY]
+
+
+def test_what_a_chunk_extends_is_what_a_lookup_told() -> None:
+    host = make(4)
+    host.lease("b", 1, [key(1), key(2)], 10, chain=True)
+    assert [host.parent_of(key(n)) for n in (1, 2, 3)] == [None, key(1), None]
 
 
 def test_a_late_commit_of_an_absent_key_is_good_after_all() -> None:
@@ -574,6 +609,23 @@ class HostMachine(RuleBasedStateMachine):
         self.host.abort(owner, keys)
         for k in keys:
             self.writing.pop((owner, k), None)
+
+    @rule(owner=OWNERS, keys=KEYS)
+    def disown(self, owner: str, keys: list[Key]) -> None:
+        # Who wrote may still be at it: the slots stay in its hands.
+        self.host.disown(owner, keys)
+
+    @rule(pages=st.integers(0, 14))
+    def next_victims(self, pages: int) -> None:
+        before = self.host.usage()
+        victims = self.host.next_victims(pages * PAGE)
+        assert self.host.usage() == before
+        assert all(self.visible[c.key] is c and is_idle(c) for c in victims)
+        assert len({c.key for c in victims}) == len(victims)
+        size = sum(self.host.slots.rounded(c.nbytes) for c in victims)
+        assert size >= pages * PAGE or size == before.ready - sum(
+            self.host.slots.rounded(c.nbytes) for c in self.visible.values() if c not in victims
+        )
 
     @rule(
         owner=OWNERS,

@@ -137,7 +137,7 @@ async def test_a_probe_that_is_answered_opens_the_way_for_what_room_is_left() ->
     tier.hangs.clear()  # the next one would work, but the first still does not return
     await asyncio.sleep(2)
     assert guard.allows(Kind.LOAD)
-    assert "1 calls have not returned" in guard.trouble
+    assert "calls that have not returned: 1" in guard.trouble
     assert len(await find(store, 2, 3)) == 2
     assert guard.stuck_bytes == PAGE
     tier.release()

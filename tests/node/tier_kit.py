@@ -84,8 +84,10 @@ class TroubledTier(Tier):
 
     name = "troubled"
 
-    def __init__(self, name: str = "troubled", writable: bool = True) -> None:
-        self.store_id = f"{name}-store"
+    def __init__(
+        self, name: str = "troubled", writable: bool = True, store: str | None = None
+    ) -> None:
+        self.store_id = store or f"{name}-store"
         self.name = name
         self.writable = writable  # type: ignore[misc]
         self.chunks: dict[Key, bytes] = {}

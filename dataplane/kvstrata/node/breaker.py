@@ -113,12 +113,13 @@ class Breaker:
         self._on_change()
 
     def _open(self, kinds: list[Kind], why: str) -> None:
+        now = self._wall()
         fresh = [k for k in kinds if self._circuits[k].state is not _State.OPEN]
         for kind in fresh:
             circuit = self._circuits[kind]
             # On trial it has not been well in between.
             if circuit.state is _State.CLOSED:
-                circuit.since = self._wall()
+                circuit.since = now
             circuit.state, circuit.why = _State.OPEN, why
         if fresh:
             self.trips += 1

@@ -134,7 +134,7 @@ class Guard:
         told = self.breaker.trouble
         late = sum(call.overdue for call in self._calls)
         if late:
-            told = f"{told or 'tried again'} ({late} calls have not returned)"
+            told = f"{told or 'tried again'} (calls that have not returned: {late})"
         return told
 
     def keys(self) -> list[Key]:

@@ -1,8 +1,12 @@
-"""A node's Prometheus metrics: read from the node's own counts when scraped, kept nowhere else."""
+"""A node's Prometheus metrics, and its health, over HTTP.
+
+Both are read from the node's own counts when asked for, and kept nowhere else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -15,6 +19,7 @@ from kvstrata.wire import StatusReply
 if TYPE_CHECKING:
     from threading import Thread
     from wsgiref.simple_server import WSGIServer
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 __all__ = ["NodeCollector", "serve"]
 
@@ -56,12 +61,37 @@ class NodeCollector(Collector):
         yield sessions
 
 
-def serve(address: str, collector: NodeCollector) -> tuple[WSGIServer, Thread]:
-    """Serve `/metrics` at `host:port` from a thread. Raises `ConfigError`."""
+def serve(
+    address: str, collectors: Sequence[Collector], health: Callable[[], tuple[bool, str]]
+) -> tuple[WSGIServer, Thread]:
+    """Serve `/metrics` and `/healthz` at `host:port` from a thread. Raises `ConfigError`.
+
+    `/healthz` is 200 as long as the node answers, with `{"status": "ok" | "degraded", "detail"}`:
+    a node with a tier in trouble serves the others, and a restart would only empty its memory.
+    """
     registry = CollectorRegistry()
-    registry.register(collector)
+    for collector in collectors:
+        registry.register(collector)
     host, _, port = address.rpartition(":")
     try:
-        return start_http_server(int(port), host or "127.0.0.1", registry)
+        server, thread = start_http_server(int(port), host or "127.0.0.1", registry)
     except (OSError, ValueError) as e:
         raise ConfigError(f"metrics {address!r}: {e}; write host:port of a free port") from e
+    metrics = server.get_app()
+    if metrics is not None:
+        server.set_app(_with_health(metrics, health))
+    return server, thread
+
+
+def _with_health(
+    others: WSGIApplication, health: Callable[[], tuple[bool, str]]
+) -> WSGIApplication:
+    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ.get("PATH_INFO") != "/healthz":
+            return others(environ, start_response)
+        well, detail = health()
+        start_response("200 OK", [("Content-Type", "application/json")])
+        told = {"status": "ok" if well else "degraded", "detail": detail}
+        return [json.dumps(told).encode()]
+
+    return app

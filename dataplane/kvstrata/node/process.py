@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 from kvstrata import wire
 from kvstrata.api import HostUse, NodeRegistration, StoreRef
@@ -44,6 +45,8 @@ from kvstrata.tiers.peer_links import PeerLinks
 from kvstrata.transports import Transport, start_transports
 
 __all__ = ["Node", "run_node"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -237,17 +240,25 @@ class Node:
 
     async def _open_metrics(self) -> None:
         from kvstrata.node.metrics import NodeCollector, serve
+        from kvstrata.tiers.wrappers.metered import TierMetrics
 
         loop = asyncio.get_running_loop()
 
-        async def status() -> wire.StatusReply:
-            return self.status(0)
+        def on_loop(read: Callable[[], T]) -> T:
+            # What it reads changes there. Scrapes come from threads.
+            async def work() -> T:
+                return read()
 
-        def scrape() -> wire.StatusReply:
-            # On the loop: what it reads changes there. Scrapes come from threads.
-            return asyncio.run_coroutine_threadsafe(status(), loop).result(_SCRAPE_SECONDS)
+            return asyncio.run_coroutine_threadsafe(work(), loop).result(_SCRAPE_SECONDS)
 
-        server, thread = serve(self.settings.metrics, NodeCollector(scrape))
+        server, thread = serve(
+            self.settings.metrics,
+            [
+                NodeCollector(lambda: on_loop(lambda: self.status(0))),
+                TierMetrics(lambda: self.store.tiers),
+            ],
+            lambda: on_loop(self.health),
+        )
         self.metrics_port = server.server_port
 
         def stop() -> None:

@@ -1,0 +1,42 @@
+"""A tier whose calls hang in threads that nothing can wake, as over a dead mount."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tier_kit import TroubledTier
+
+from kvstrata.tiers.base import Item, Outcome, Tier, TierContext
+
+__all__ = ["StuckTier"]
+
+
+def _hang() -> None:
+    time.sleep(600)
+
+
+class StuckTier(TroubledTier):
+    """`call` is the one that hangs: `open`, `store` or `close`."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__("stuck")
+        self.call = call
+
+    @classmethod
+    async def open(cls, options: dict[str, Any], context: TierContext) -> Tier:
+        if options["call"] == "open":
+            await asyncio.to_thread(_hang)
+        return cls(**options)
+
+    async def store(self, batch: Sequence[Item], deadline: float | None = None) -> list[Outcome]:
+        if self.call == "store":
+            await asyncio.to_thread(_hang)
+        return await super().store(batch, deadline)
+
+    async def close(self) -> None:
+        if self.call == "close":
+            await asyncio.to_thread(_hang)
+        await super().close()
