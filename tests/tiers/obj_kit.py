@@ -140,6 +140,7 @@ def seaweedfs(folder: Path) -> Iterator[Server]:
         str(Path(sys.executable).parent / "weed"),
         *("-logtostderr", "server", "-dir=data", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
         *("-filer", "-filer.localSocket=filer.sock", "-s3", "-s3.config=s3.json"),
+        "-s3.domainName=s3.test",
         *("-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"),
         *("-master.volumeSizeLimitMB=64", "-volume.max=0", *flags),
     ]

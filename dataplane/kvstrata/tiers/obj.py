@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import time
 import uuid
@@ -46,6 +47,7 @@ _GRACE = 2.0
 _ADVICE = {
     Condition.DENIED: "allow GetObject, PutObject, DeleteObject, AbortMultipartUpload, ListBucket "
     "and ListBucketMultipartUploads, and check credentials and clock",
+    Condition.UNTRUSTED: "give its authority as `ca`, and the name it is made out to in `endpoint`",
     Condition.NO_BUCKET: "create the bucket, or correct `bucket`, `endpoint` or `region`",
 }
 
@@ -102,6 +104,8 @@ class ObjTier(Tier):
         Raises `ConfigError`.
         """
         parsed = ObjOptions.parse(options)
+        if importlib.util.find_spec("aioboto3") is None:
+            raise ConfigError("obj tier needs aioboto3: `pip install 'kvstrata[s3]'`")
         thread = LoopThread("kvstrata-obj")
         tier = cls(parsed, context, thread, ObjectClient(parsed))
         try:

@@ -118,8 +118,7 @@ class ObjectClient:
             )
         except (BotoCoreError, ValueError) as e:
             raise ConfigError(f"obj tier: {e}") from e
-        for name in ("PutObject", "UploadPart"):
-            s3.meta.events.register_last(f"before-call.s3.{name}", _without_expect)
+        s3.meta.events.register_last("before-call.s3", _without_expect)
         self._s3, (before, self._stack) = s3, (self._stack, stack)
         await before.aclose()
 

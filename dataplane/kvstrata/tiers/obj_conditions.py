@@ -17,6 +17,7 @@ __all__ = ["AlreadyThere", "Condition", "Fault", "Unsupported", "meaning"]
 
 class Condition(enum.StrEnum):
     UNREACHABLE = "unreachable"  # no connection, or it broke
+    UNTRUSTED = "certificate not trusted"
     TIMEOUT = "timed out"
     DENIED = "access denied"
     NO_BUCKET = "no such bucket"
@@ -28,12 +29,17 @@ class Condition(enum.StrEnum):
     @property
     def lasting(self) -> bool:
         """Of the store as a whole, until somebody does something about it."""
-        return self in (Condition.UNREACHABLE, Condition.DENIED, Condition.NO_BUCKET)
+        return self in _LASTING
 
     @property
     def passing(self) -> bool:
         """Of the store as a whole, but maybe gone with the next request."""
         return self in (Condition.SLOW_DOWN, Condition.SERVER_ERROR, Condition.TIMEOUT)
+
+
+_LASTING = frozenset(
+    {Condition.UNREACHABLE, Condition.UNTRUSTED, Condition.DENIED, Condition.NO_BUCKET}
+)
 
 
 class AlreadyThere(KVStrataError):  # noqa: N818 - named after the condition
@@ -97,7 +103,7 @@ def meaning(error: Exception) -> Exception:
     told = str(error) or type(error).__name__
     match error:
         case boto.SSLError():
-            return Fault(Condition.UNREACHABLE, f"{told}: is its authority in `ca`?")
+            return Fault(Condition.UNTRUSTED, told)
         case (
             boto.NoCredentialsError()
             | boto.PartialCredentialsError()

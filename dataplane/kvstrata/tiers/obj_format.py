@@ -60,7 +60,7 @@ class Header(NamedTuple):
             header = cls(Key(bytes.fromhex(key)), int(payload_bytes), int(checksum, 16))
         except ValueError as e:
             raise Corrupt(f"metadata: {e}") from e
-        if header.metadata() != {name: metadata[name] for name in _FIELDS}:
+        if header.metadata() != {name: metadata.get(name) for name in _FIELDS}:
             raise Corrupt("metadata spelt in another way than they are written")
         return header
 
