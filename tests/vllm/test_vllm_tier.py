@@ -4,6 +4,8 @@ tiers, and what they don't: damage, hangs, deadlines.
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 import threading
@@ -23,6 +25,7 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm_processes import make_model
 from vllm_tier_kit import ROW, Scheduler, ToldTier, keys, make_config, payload
 
@@ -30,6 +33,7 @@ from kvstrata.errors import ConfigError, LinkBroken
 from kvstrata.tiers.base import Outcome
 from kvstrata_adapters.engines.vllm import KVStrataTier
 from kvstrata_adapters.engines.vllm.tier_metrics import definitions
+from kvstrata_adapters.engines.vllm.tier_options import TierOptions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
 
@@ -633,6 +637,18 @@ def test_backpressure_is_vllms_own(run: Run) -> None:
     scheduler = run(entry)
     assert scheduler.tier.bp_detector is not None
     scheduler.store(keys(1))
+
+
+def test_the_page_about_it_shows_what_works() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "vllm-tier.md").read_text()
+    shown = json.loads(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
+    (entry,) = shown["kv_connector_extra_config"]["secondary_tiers"]
+    tier_class = SecondaryTierFactory.get_tier_class(entry)
+    assert tier_class is KVStrataTier
+    options = {k: v for k, v in entry.items() if k not in ("type", "module_path")}
+    TierOptions.parse("KVStrataTier", options)
+    told = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", page, re.MULTILINE)
+    assert [name for name, _ in told] == list(TierOptions.model_fields)
 
 
 def test_naming_the_package_imports_no_vllm() -> None:
