@@ -31,7 +31,8 @@ from kvstrata.tiers.obj_format import Header, Names
 
 SIZE = 5000
 STORED, PRESENT, LOADED = Outcome.STORED, Outcome.PRESENT, Outcome.LOADED
-MISSING, CORRUPT, NO_ROOM = Outcome.MISSING, Outcome.CORRUPT, Outcome.NO_ROOM
+MISSING, CORRUPT = Outcome.MISSING, Outcome.CORRUPT
+NO_ROOM, FAILED = Outcome.NO_ROOM, Outcome.FAILED
 
 Open = Callable[..., Any]
 
@@ -282,7 +283,7 @@ async def test_an_upload_that_fails_is_aborted(s3: S3, opened: Open) -> None:
 
     async with Proxy(s3, no_second_part) as proxy:
         tier = await opened(proxy.s3, **PARTS)
-        assert await tier.store(items(1, size=LARGE)) == [Outcome.FAILED]
+        assert await tier.store(items(1, size=LARGE)) == [FAILED]
         prefix = tier._options.prefix
         await tier.close()
     uploads = s3.client.list_multipart_uploads(Bucket=s3.bucket, Prefix=prefix)

@@ -76,18 +76,19 @@ class ChunkObjects:
         An object whose metadata or size don't fit is replaced.
         """
         name, view = self._names.chunk(item.key), item.view
+        conditional = self._conditional  # others may find out meanwhile
         ask = view.nbytes > self._options.head_above and not missing
-        if (ask or not self._conditional) and await self._present(call, name, item):
+        if (ask or not conditional) and await self._present(call, name, item):
             return False
         checksum = checksum_of(view) if item.checksum is None else item.checksum
         header = Header(item.key, view.nbytes, checksum)
         try:
-            await self._put(call, name, view, header, only_if_absent=self._conditional)
+            await self._put(call, name, view, header, only_if_absent=conditional)
         except AlreadyThere:
             if await self._present(call, name, item):
                 return False
         except Unsupported:
-            if not self._conditional:
+            if not conditional:
                 raise
             self._conditional = False
             return await self.store(call, item, missing=False)
@@ -202,12 +203,13 @@ class ChunkObjects:
         async def write(only_if_absent: bool) -> None:
             await self._client.write_small(name, content, only_if_absent)
 
+        conditional = self._conditional
         try:
-            await self._retry.run(call, lambda: write(self._conditional))
+            await self._retry.run(call, lambda: write(conditional))
         except AlreadyThere:
             return
         except Unsupported:
-            if not self._conditional:
+            if not conditional:
                 raise
             self._conditional = False
             # Two that come first at once may both write; all read what stayed.
