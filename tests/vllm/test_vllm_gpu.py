@@ -63,11 +63,18 @@ class TensorDriver(HostDriver):
 class Worker:
     """A worker that the spec has made for one rank of a model, and its node's region."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        layout: str,
+        tp: int = TP,
+        rank: int = RANK,
+    ) -> None:
         TensorDriver.made = []
         monkeypatch.setattr(cuda_driver, "TorchDriver", TensorDriver)
         monkeypatch.setattr(choose, "_place_of", lambda _: "cuda:0")
-        self.model = Model(TP, RANK, layout=layout)
+        self.model = Model(tp, rank, layout=layout)
         self.region = Region.create("n", "1", 4 * PAGE, folder)
         self.faults = FaultLine(folder / "f")
         self.node = FakeNode(Clock(), chunks=4)
@@ -175,6 +182,23 @@ def test_what_was_stored_comes_back_to_other_blocks(worker: Worker) -> None:
     worker.worker.wait({2})
     assert [r.job_id for r in worker.worker.get_finished()] == [1, 2]
     assert worker.has(4)
+
+
+def test_ranks_with_the_same_heads_share_the_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    for rank in (2, 3):
+        folder = tmp_path / f"{rank}"
+        folder.mkdir()
+        worker = Worker(folder, monkeypatch, "LBHNC", 2 * HEADS, rank)
+        worker.worker.submit_store(1, blocks(0), worker.spec(0))
+        worker.worker.submit_load(2, worker.spec(0), blocks(1))
+        worker.worker.wait({1, 2})
+        sizes.append([r.transfer_size for r in worker.worker.get_finished()])
+        worker.close()
+    head = PAGE // HEADS
+    assert sizes == [[head // 3, head], [2 * head // 3, head]]
 
 
 def test_a_copy_that_fails_is_one_store_s_failure(worker: Worker) -> None:
