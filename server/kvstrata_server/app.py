@@ -37,6 +37,7 @@ from kvstrata_server.routes import (
     nodes,
     placements,
     prefetches,
+    stream,
     transfers,
 )
 
@@ -86,6 +87,7 @@ def create_app(settings: ServerSettings, clock: Clock | None = None) -> FastAPI:
         evictions,
         audit,
         compat,
+        stream,
         health,
     ):
         app.include_router(module.router)
@@ -131,7 +133,7 @@ async def _serve(app: FastAPI, listener: socket.socket) -> None:
                 ssl_certfile=state.settings.tls_cert,
                 ssl_keyfile=state.settings.tls_key,
             ),
-            on_shutdown=state.transfers.close,
+            on_shutdown=state.end_waits,
         )
         await server.serve(sockets=[listener])
 

@@ -250,6 +250,7 @@ class Cluster:
 
     def _leave(self, node: Node) -> list[Write]:
         node.gone, node.staged = True, None
+        self.places.left(node.id)
         return [*self.places.void_host(node.id), self._row(node)]
 
     def heartbeat(self, node_id: str, beat: api.HeartbeatRequest) -> api.HeartbeatReply:

@@ -95,6 +95,9 @@ class Places:
             number += 1
         return number
 
+    def left(self, node: str) -> None:
+        """It was taken out of service. For those who watch: nothing changes here."""
+
     def void_host(self, node: str) -> list[Write]:
         location = self.location(node, None)
         self.index.clear(location)

@@ -20,13 +20,13 @@ from kvstrata_server.cluster import Cluster
 from kvstrata_server.compat import Instances
 from kvstrata_server.database import Database
 from kvstrata_server.evictions import Evictions
+from kvstrata_server.feed import Feed, WatchedPlaces
 from kvstrata_server.following import LOG_RETENTION, Follower, load
 from kvstrata_server.hot import HotPrefixes
 from kvstrata_server.index import PlacementIndex
 from kvstrata_server.metrics import Metrics
 from kvstrata_server.namespaces import Namespaces
 from kvstrata_server.placement_writes import ForgetChunks
-from kvstrata_server.places import Places
 from kvstrata_server.rate_limit import RateLimit
 from kvstrata_server.tokens import Tokens
 from kvstrata_server.transfers import Scheduler
@@ -59,7 +59,8 @@ class ControlState:
         self.writer = Writer(self.database)
         name = secrets.token_hex(8)
         self.index = PlacementIndex(shared_ids=self.database.shared)
-        self.places = Places(self.index)
+        self.feed = Feed()
+        self.places = WatchedPlaces(self.index, self.feed)
         self.namespaces = Namespaces()
         self.cluster = Cluster(
             self.places,
@@ -112,9 +113,14 @@ class ControlState:
             self._tasks.start("follower", self.follower.run)
         self.ready = True
 
+    def end_waits(self) -> None:
+        """Answer those who wait for something to happen: the server ends."""
+        self.transfers.close()
+        self.feed.close()
+
     async def close(self) -> None:
         self.ready = False
-        self.transfers.close()
+        self.end_waits()
         await self.writer.drain(_FLUSH_TIMEOUT)
         await self._tasks.stop()
         await self.database.close()
