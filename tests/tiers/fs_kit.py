@@ -5,10 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
+import subprocess
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import pytest
 
 from kvstrata.keys import Key
 from kvstrata.testing.chunks import a_namespace
@@ -41,6 +45,17 @@ def path(root: Path, i: int) -> Path:
 
 def temps(root: Path) -> list[Path]:
     return list(root.rglob(".*.tmp"))
+
+
+def mount(*arguments: str) -> None:
+    """Run `mount`, or skip the test where that is not allowed."""
+    command = ["mount", *arguments]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not allowed here")
+
+
+def unmount(folder: Path) -> None:
+    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 async def loads(tier: FsTier, *ids: int) -> list[bool]:

@@ -8,13 +8,12 @@ import errno
 import itertools
 import os
 import shutil
-import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fs_kit import FaultySystem, blank, item, key, loads, temps
+from fs_kit import FaultySystem, blank, item, key, loads, mount, temps, unmount
 
 from kvstrata.errors import ConfigError, Expired
 from kvstrata.keys import Key
@@ -375,12 +374,6 @@ async def test_another_store_in_its_place_is_not_used(
 # ---------------------------------------------------------------- real mounts
 
 
-def mount(*arguments: str) -> None:
-    command = ["mount", *arguments]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs is not allowed here")
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of one MiB of its own."""
@@ -404,10 +397,6 @@ def fill(hog: Path) -> None:
     with contextlib.suppress(OSError), hog.open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
-
-
-def unmount(disk: Path) -> None:
-    subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 async def test_a_disk_that_others_fill(

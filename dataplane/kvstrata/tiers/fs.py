@@ -51,6 +51,7 @@ _CLOSE_SECONDS = 10.0
 _OPEN_DEADLINES = 3
 # At a chunk that is removed again and again while it is stored.
 _LOOKS = 4
+_MISSING = Outcome.MISSING
 
 
 class FsTier(Tier):
@@ -122,15 +123,17 @@ class FsTier(Tier):
                 else:
                     outcomes[batch[i].key] = refusal
             mark, began = core.mark(), core.now()
-            admitted, claim = await self._admit(call, wanted)
+            there, present, absent = await self._confirm(call, wanted)
+            admitted, claim = await self._admit(call, absent, keep=first.keys())
             try:
                 await self._describe(call, admitted)
                 done = await core.writers.spread(call, self._store, admitted, LATE)
-                done = await self._try_again_if_full(call, admitted, done)
+                done = await self._try_again_if_full(call, admitted, done, keep=first.keys())
+                items, done = [*there, *admitted], [*present, *done]
+                await self._settle_store(call, items, done, mark, began)
             finally:
                 core.claimed -= claim
-            await self._settle_store(call, admitted, done, mark, began)
-            outcomes |= {x.key: d.outcome for x, d in zip(admitted, done, strict=True)}
+            outcomes |= {x.key: d.outcome for x, d in zip(items, done, strict=True)}
             again = outcomes | {
                 key: Outcome.PRESENT for key, o in outcomes.items() if o is Outcome.STORED
             }
@@ -215,6 +218,13 @@ class FsTier(Tier):
             return Done(Outcome.MISSING)
         return Done(Outcome.PRESENT, found[0], time=found[1])
 
+    def _look_for(self, item: Item) -> Done:
+        try:
+            there = self._core.files.present(item.key, item.view.nbytes)
+        except OSError as e:
+            return failed(e)
+        return Done(_MISSING) if there is None else Done(Outcome.PRESENT, there, parent=item.parent)
+
     def _store(self, item: Item) -> Done:
         try:
             written = self._core.files.write(item.key, item.view, item.checksum, item.parent)
@@ -244,28 +254,49 @@ class FsTier(Tier):
 
     # ------------------------------------------------------------ on the loop
 
-    async def _admit(self, call: Call, items: list[Item]) -> tuple[list[Item], int]:
+    async def _confirm(
+        self, call: Call, items: list[Item]
+    ) -> tuple[list[Item], list[Done], list[Item]]:
+        """Of those that we know: which are there indeed, how, and with the others which are not.
+
+        Others may have removed or damaged what the index has, and then it takes room anew.
+        """
+        core = self._core
+        known = [item for item in items if item.key in core.index]
+        done = await core.writers.spread(call, self._look_for, known, LATE, memory=False)
+        there = {i.key: d for i, d in zip(known, done, strict=True) if d.outcome is not _MISSING}
+        gone = [i.key for i, d in zip(known, done, strict=True) if d.outcome is _MISSING]
+        core.announce([key for key in gone if core.drop(key)])
+        return (
+            [item for item in known if item.key in there],
+            list(there.values()),
+            [item for item in items if item.key not in there],
+        )
+
+    async def _admit(
+        self, call: Call, items: list[Item], keep: Collection[Key]
+    ) -> tuple[list[Item], int]:
         """Make room and claim it: the items that fit, and the bytes claimed for them."""
         core = self._core
         if core.capacity is None or call.over() or not items:
             return items, 0
-        sizes = [0 if i.key in core.index else file_bytes(i.view.nbytes) for i in items]
+        sizes = [file_bytes(item.view.nbytes) for item in items]
         async with self._evicting:
             excess = core.excess(min(sum(sizes), core.capacity))
             if excess > 0 and core.shared.evicts:
-                victims = core.index.oldest(excess, keep={item.key for item in items})
+                victims = core.index.oldest(excess, keep)
                 core.announce(await core.remove(call, victims, fenced=True))
             left = core.room() or 0
             admitted, claim = [], 0
             for item, size in zip(items, sizes, strict=True):
-                if claim + size <= left or not size:
+                if claim + size <= left:
                     admitted.append(item)
                     claim += size
             core.claimed += claim
             return admitted, claim
 
     async def _try_again_if_full(
-        self, call: Call, items: Sequence[Item], done: list[Done]
+        self, call: Call, items: Sequence[Item], done: list[Done], keep: Collection[Key]
     ) -> list[Done]:
         """What found the disk full, once more if room could be made."""
         core = self._core
@@ -273,7 +304,7 @@ class FsTier(Tier):
         if not full or call.over():
             return done
         wanted = sum(file_bytes(items[i].view.nbytes) for i in full)
-        if await core.make_room_on_disk(call, wanted, {item.key for item in items}):
+        if await core.make_room_on_disk(call, wanted, keep):
             again = await core.writers.spread(call, self._store, [items[i] for i in full], LATE)
             for i, d in zip(full, again, strict=True):
                 done[i] = d

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from kvstrata.errors import Expired
@@ -219,6 +220,8 @@ class Core:
     def room(self) -> int | None:
         """Bytes that may be claimed now; None: no bound."""
         used = self.index.used
+        if not self.shared.sure:
+            return 0
         if not self.recovered:
             before = self.shared.used_before
             # While the walk goes on, what it has not found yet is there.
@@ -227,12 +230,14 @@ class Core:
 
     def excess(self, asked: int) -> float:
         """Bytes to evict before `asked` more are claimed."""
-        if self.capacity is None or not self.recovered:
+        if self.capacity is None or not self.recovered or not self.shared.sure:
             return 0
         wanted = self.index.used + self.claimed + asked
+        # Of what others may still store, too, we make room for ours.
+        short = asked - (self.room() or 0) if asked and not self.shared.alone else 0
         if wanted <= self.capacity * self.options.high_watermark:
-            return 0
-        return wanted - self.capacity * self.options.low_watermark
+            return short
+        return max(short, wanted - self.capacity * self.options.low_watermark)
 
     async def make_room_on_disk(self, call: Call, nbytes: int, keep: Collection[Key]) -> bool:
         """The disk is full, whatever our bound says: a cache gives way."""
@@ -254,7 +259,8 @@ class Core:
         removed: dict[Key, None] = {}
         for start in range(0, len(keys), _FENCED):
             batch = keys[start : start + _FENCED]
-            if fenced and not await self._fenced():
+            may = await self.off(self.keeper, partial(self.shared.tell_first, batch), False)
+            if fenced and not may:
                 break
             known = self.index_of(batch)
             done = await self.writers.spread(call, self._unlink, batch, LATE, memory=False)
@@ -273,16 +279,6 @@ class Core:
         if removed:
             self.health.end(Condition.FULL)
         return removed
-
-    async def _fenced(self) -> bool:
-        return await self.off(self.keeper, self._look_at_fence, False)
-
-    def _look_at_fence(self) -> bool:
-        """In a thread."""
-        try:
-            return self.shared.lease.fenced()
-        except OSError:
-            return False
 
     def _unlink(self, key: Key) -> Done:
         """In a thread."""

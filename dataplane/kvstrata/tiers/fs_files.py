@@ -124,6 +124,10 @@ class ChunkFiles:
         finally:
             self._system.close(fd)
 
+    def present(self, key: Key, payload_bytes: int) -> int | None:
+        """Bytes on disk of a file that holds the chunk, by its header and size."""
+        return self._present(self._root.at(path_of(key)), key, payload_bytes)
+
     def remove(self, key: Key) -> bool:
         """Whether there was a file."""
         try:

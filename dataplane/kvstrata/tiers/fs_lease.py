@@ -31,18 +31,25 @@ TTL = 8.0
 """Seconds without a sign of its holder after which a lease is over."""
 _MARGIN = 2.0
 
-_FILE_BYTES = 16 << 10  # fixed, so that renewing needs no room
+_FILE_BYTES = 64 << 10  # fixed, so that renewing needs no room
 _SEAL_BYTES = 12
+_MOST_HEARD = 1000
 
 
 class Use(msgspec.Struct, frozen=True):
     """What the holder publishes. `heard` has, for each writer, how many bytes of all it ever
-    stored `used_bytes` accounts for; `writers` is how many share the room that is left."""
+    stored `used_bytes` accounts for; the room that is left is shared equally among them."""
 
     used_bytes: int = 0
     capacity: int | None = None
-    writers: int = 1
     heard: dict[str, int] = {}
+
+    def limit(self, writer: str) -> int:
+        """All bytes that a writer may ever have stored: its equal share beyond what is heard."""
+        if writer not in self.heard:
+            return 0
+        room = max(0, (self.capacity or 0) - self.used_bytes)
+        return self.heard[writer] + room // len(self.heard)
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -65,7 +72,7 @@ class LeaseFile:
     def __init__(self, root: Root, clock: Callable[[], float]) -> None:
         self._root, self._system, self._clock = root, root.system, clock
         self._mine: Lease | None = None
-        self._renewed = 0.0
+        self._renewed = self._taken = 0.0
         self._seen = _Seen(-1, -1, 0.0)
         self.latest: Lease | None = None
         """The lease that was read or written last."""
@@ -77,21 +84,34 @@ class LeaseFile:
         """Whether this writer may evict, as far as it can tell without a look at the disk."""
         return self._mine is not None and self._clock() - self._renewed < TTL - _MARGIN
 
-    def step(self, use: Use, impatient: bool = False) -> None:
+    @property
+    def silent(self) -> float:
+        """Seconds since another's lease was seen to change."""
+        return self._clock() - self._seen.at
+
+    @property
+    def taken(self) -> float:
+        """Seconds since we took it."""
+        return self._clock() - self._taken
+
+    def step(self, use: Use, impatient: bool = False) -> bool:
         """Renew ours, or look at another's and take it if it is over; `impatient`: also if its
-        holder is known to be dead. Raises `OSError`."""
+        holder is known to be dead. Whether it was taken from one that died. Raises `OSError`."""
         mine = self._mine
         if mine is not None and self._highest() == mine.token:
             started = self._clock()
             self._mine = self.latest = self._write(mine, use=use)
             self._renewed = started
-            return
+            return False
         self._mine = None
-        self._observe()
-        lease = self.latest
-        over = lease is None or lease.released or self._clock() - self._seen.at >= TTL
-        if over or (impatient and lease is not None and self._root.dead(lease.holder)):
-            self._take(use)
+        lease = self._observe()
+        token = self._seen.token
+        over = token < 0 or self.silent >= TTL
+        if lease is not None:
+            over = over or lease.released or (impatient and self._root.dead(lease.holder))
+        if not over or not self._take(use):
+            return False
+        return token >= 0 and (lease is None or not lease.released)
 
     def fenced(self) -> bool:
         """Whether this writer may remove a batch of chunks now. Raises `OSError`."""
@@ -119,7 +139,7 @@ class LeaseFile:
             self._system.close(fd)
         return lease
 
-    def _take(self, use: Use) -> None:
+    def _take(self, use: Use) -> bool:
         """Try for the next token. What counts is what is read back: over a network a link may
         be made and its answer be lost."""
         token = self._highest() + 1
@@ -142,14 +162,16 @@ class LeaseFile:
                 self._system.unlink(temp)
         there = self._read(token)
         if there is None or there.holder != self._root.writer:
-            return
-        self._mine, self._renewed, self.latest = lease, started, lease
+            return False
+        self._mine, self._renewed, self._taken, self.latest = lease, started, started, lease
         for entry in self._root.swept(directory):
             if entry.name.isdigit() and int(entry.name) < token:
                 with contextlib.suppress(FileNotFoundError):
                     self._system.unlink(entry.path)
+        return True
 
-    def _observe(self) -> None:
+    def _observe(self) -> Lease | None:
+        """What the highest lease says, unless it is torn."""
         token = self._highest()
         lease = self._read(token) if token >= 0 else None
         if lease is not None:
@@ -160,6 +182,7 @@ class LeaseFile:
             self._seen = _Seen(token, beat, self._clock())
         if token < 0:
             self.latest = None
+        return lease
 
     def _highest(self) -> int:
         try:
@@ -195,8 +218,9 @@ class LeaseFile:
 def _packed(lease: Lease) -> memoryview:
     content = msgspec.json.encode(lease)
     if len(content) > _FILE_BYTES - _SEAL_BYTES:
-        # More writers than fit: what isn't heard of only makes its writer careful.
-        use = Use(lease.use.used_bytes, lease.use.capacity, lease.use.writers)
+        # More writers than fit (1,500): those left out have no share.
+        heard = dict(list(lease.use.heard.items())[:_MOST_HEARD])
+        use = Use(lease.use.used_bytes, lease.use.capacity, heard)
         content = msgspec.json.encode(
             Lease(lease.token, lease.holder, lease.beat, lease.released, use)
         )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstrata.keys import Key
-from kvstrata.tiers.fs_lease import LeaseFile, Use
+from kvstrata.tiers.fs_lease import TTL, LeaseFile, Use
 from kvstrata.tiers.fs_news import REMOVED, STORED, TOTAL, USED, News, Record
 from kvstrata.tiers.fs_root import Root
 
@@ -24,13 +24,16 @@ _MOST_PENDING = 262_144
 # Writers whose lock file's time stands still for so long don't count.
 _SILENT = 30.0
 _ALIVE_EVERY = 5.0
+_COUNT_EVERY = 2.0
 
 
 @dataclass(slots=True)
 class Exchange:
-    """What a round brought. `errors` are of the parts that failed; the others were done."""
+    """What a round brought. `took_over`: the evictor before us died. `errors` are of the parts
+    that failed; the others were done."""
 
     news: list[tuple[str, Record]] = field(default_factory=list)
+    took_over: bool = False
     errors: list[OSError] = field(default_factory=list)
 
 
@@ -43,9 +46,15 @@ class Shared:
         self._news = News(root)
         self._pending: list[Record] = []
         self._total = 0  # bytes this writer ever stored
+        self._told = 0  # of those
         self._heard: dict[str, int] = {}
         self._writers: dict[str, tuple[float, float]] = {}  # file's time, and when it changed
-        self._said_alive = float("-inf")
+        self._said_alive = self._counted = float("-inf")
+        self._published: list[tuple[float, Use]] = []
+        self.sure = True
+        """Whether we know of all that is stored. An evictor that does not publishes no room."""
+        self.lost = False
+        """Whether a writer is gone that may not have told all."""
 
     @property
     def evicts(self) -> bool:
@@ -53,10 +62,9 @@ class Shared:
         return self.lease.held
 
     @property
-    def writers(self) -> int:
-        """How many share the store, this one included."""
-        now = self._clock()
-        return max(1, sum(now - changed <= _SILENT for _, changed in self._writers.values()))
+    def alone(self) -> bool:
+        """Whether nobody else is known to use the store."""
+        return self._writers.keys() <= {self._root.writer}
 
     @property
     def used_before(self) -> int:
@@ -94,20 +102,41 @@ class Shared:
             return None
         free = self._capacity - used - claimed
         if self.evicts:
-            return min(free, max(0, self._capacity - used) // self.writers - claimed)
+            return free - self._promised()
         latest = self.lease.latest
         if latest is None:
-            return free // self.writers
-        use = latest.use
-        bound = self._capacity if use.capacity is None else min(self._capacity, use.capacity)
-        share = max(0, bound - use.used_bytes) // max(1, use.writers)
-        return min(free, share - (self._total - self._heard_by(use)) - claimed)
+            return free if self.alone else 0
+        if self.lease.silent >= TTL:
+            return 0  # who comes next counts on that
+        if latest.use.capacity is None:
+            return free
+        return min(free, latest.use.limit(self._root.writer) - self._total - claimed)
 
     def use(self, used: int) -> Use:
-        """What the evictor publishes."""
-        heard = {w: total for w, total in self._heard.items() if w in self._writers}
+        """What the evictor publishes. From now on the others may act on it."""
+        heard = {writer: self._heard.get(writer, 0) for writer in self._writers}
         heard[self._root.writer] = self._total
-        return Use(used, self._capacity, self.writers, heard)
+        if not self.sure:
+            used = self._capacity or used
+        use = Use(used, self._capacity, heard)
+        now = self._clock()
+        self._published = [(at, u) for at, u in self._published if now - at < TTL]
+        self._published.append((now, use))
+        return use
+
+    def _promised(self) -> int:
+        """Bytes that the others may store, or have stored, of which we have not heard."""
+        now = self._clock()
+        uses = [use for at, use in self._published if now - at < TTL]
+        before = self.lease.predecessor
+        if before is not None and before.released and self.lease.taken < TTL:
+            uses.append(before.use)
+        most: dict[str, int] = {}
+        for use in uses:
+            for writer in use.heard:
+                most[writer] = max(most.get(writer, 0), use.limit(writer))
+        most.pop(self._root.writer, None)
+        return sum(max(0, limit - self._heard.get(w, 0)) for w, limit in most.items())
 
     def take_pending(self) -> list[Record]:
         """What there is to tell, at least our total if the evictor lacks it."""
@@ -126,19 +155,34 @@ class Shared:
         """One round. Raises `RootGone` or another `OSError` if there is no store to look at."""
         done = Exchange()
         self._root.check()
-        if self._clock() - self._said_alive >= _ALIVE_EVERY or impatient:
-            self._said_alive = self._clock()
+        if self._clock() - self._counted >= _COUNT_EVERY or impatient:
+            self._counted = self._clock()
             with self._errors(done):
                 self._count_writers()
+        if self._clock() - self._said_alive >= _ALIVE_EVERY:
+            self._said_alive = self._clock()
             with self._errors(done):
                 self._root.say_alive()
         with self._errors(done):
             done.news = self._news.read()
         with self._errors(done):
-            self.lease.step(use, impatient)
+            done.took_over = self.lease.step(use, impatient)
         with self._errors(done):
             self._news.write(pending)
+            self._told = pending[-1].total if pending else self._told
         return done
+
+    def tell_first(self, keys: Sequence[Key]) -> bool:
+        """In a thread, before they are removed: so that nobody offers what is gone, should we
+        die. Whether this writer may remove them as the evictor."""
+        now = self._root.system.now()
+        if not self.alone:
+            with contextlib.suppress(OSError):  # a full disk is why we are here
+                self._news.write([Record(REMOVED, key, 0, self._told, now) for key in keys])
+        try:
+            return self.lease.fenced()
+        except OSError:
+            return False
 
     def tidy(self) -> None:
         """Remove what writers left that are gone. After a walk. Raises `OSError`."""
@@ -166,10 +210,13 @@ class Shared:
         there = {}
         for writer, time in self._root.writers().items():
             known = before.get(writer)
-            if known is not None:
-                there[writer] = known if known[0] == time else (time, now)
-            elif not self._root.dead(writer):
-                there[writer] = (time, now)
+            if known is None or known[0] != time:
+                if known is not None or not self._root.dead(writer):
+                    there[writer] = (time, now)
+            elif now - known[1] <= _SILENT and not self._root.dead(writer):
+                there[writer] = known
+            else:
+                self.lost = True
         self._writers = there
 
     @contextlib.contextmanager

@@ -191,6 +191,10 @@ class Upkeep:
             elif error is not late.errors[0]:
                 _log.warning("fs tier at %s: %s", core.root.path, error)
         self._apply(done.news)
+        if done.took_over or (shared.lost and shared.evicts):
+            # Who died may not have told of all that it stored.
+            shared.sure, shared.lost = not done.took_over, False
+            self._next["walk"] = float("-inf")
         await self._evict()
 
     def _apply(self, news: list[tuple[str, Record]]) -> None:
@@ -205,6 +209,8 @@ class Upkeep:
                 if accessed is not None and core.index.written(key) <= record.time:
                     core.drop(key)
                     gone.append(key)
+                if core.gone is not None:
+                    core.gone[key] = None  # a walk may have seen it before
                 self._removed[key] = record.time
                 if len(self._removed) > _MOST_REMOVED:
                     self._removed.popitem(last=False)
@@ -290,7 +296,7 @@ class Upkeep:
             if not core.recovered:
                 seconds = core.clock() - began
                 _log.info("fs tier: found %d chunks in %.1f s", len(found), seconds)
-            core.recovered = True
+            core.recovered = core.shared.sure = True
         finally:
             core.gone = None
             self.progress = ""
