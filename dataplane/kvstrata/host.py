@@ -46,6 +46,9 @@ PRESENT = -2
 _READY = State.READY
 _WRITING = State.WRITING
 
+# Writes looked after until they would be overdue, though most are soon committed.
+_MOST_WATCHED = 65_536
+
 
 class Used(enum.IntEnum):
     """What became of naming a granted slot."""
@@ -101,6 +104,8 @@ class HostTier:
         self._leases = Leases(self.unpin)
         self._hidden: set[Chunk] = set()
         self._write_heap: list[tuple[float, int, list[Chunk]]] = []
+        self._watched = 0
+        self._most_watched = _MOST_WATCHED
         self._chains = Chains()
         self._sequence = 0
         self._ready_bytes = 0
@@ -332,9 +337,11 @@ class HostTier:
         self._leases.expire(now)
         overdue = []
         while self._write_heap and self._write_heap[0][0] < now:
+            watched = heapq.heappop(self._write_heap)[2]
+            self._watched -= len(watched)
             overdue += [
                 chunk
-                for chunk in heapq.heappop(self._write_heap)[2]
+                for chunk in watched
                 if chunk.visible and chunk.state is _WRITING and chunk.expires < now
             ]
         self.expired_writes += len(overdue)
@@ -414,6 +421,20 @@ class HostTier:
         """These writes, started together, are overdue when `expires` passes."""
         self._sequence += 1
         heapq.heappush(self._write_heap, (expires, self._sequence, chunks))
+        self._watched += len(chunks)
+        if self._watched > self._most_watched:
+            self._forget_done_writes()
+
+    def _forget_done_writes(self) -> None:
+        left = [
+            (expires, sequence, under_way)
+            for expires, sequence, chunks in self._write_heap
+            if (under_way := [c for c in chunks if c.visible and c.state is _WRITING])
+        ]
+        heapq.heapify(left)
+        self._write_heap = left
+        self._watched = sum(len(chunks) for _, _, chunks in left)
+        self._most_watched = 2 * self._watched + _MOST_WATCHED
 
     def _allocate(self, sizes: Sequence[int]) -> list[int]:
         """Offsets for `sizes`, evicting idle chunks as needed; `NO_ROOM` where that fails."""

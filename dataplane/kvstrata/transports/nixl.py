@@ -62,7 +62,9 @@ class NixlTransport(Transport):
         self._closed = False
 
     async def start(self) -> None:
-        owner = _Owner(self._memory, import_nixl(), is_loopback(self._listen_host))
+        # It takes half a second, in which the loop has others to serve.
+        api = await asyncio.to_thread(import_nixl)
+        owner = _Owner(self._memory, api, is_loopback(self._listen_host))
         await asyncio.wrap_future(owner.ready)
         self._owner = owner
 
