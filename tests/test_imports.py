@@ -50,6 +50,7 @@ FLOORS = {
     "kvstrata.client": 3,
     "kvstrata.node": 4,
     "kvstrata.simulate": 4,
+    "kvstrata.check": 4,
     "kvstrata.cli": 5,
     "kvstrata.__main__": 5,
     "kvstrata.testing": 9,

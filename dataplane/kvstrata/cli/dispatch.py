@@ -29,6 +29,8 @@ _BUILT_IN = {
     "transfer": "kvstrata.cli.transfer:main",
     "status": "kvstrata.cli.status:main",
     "simulate": "kvstrata.cli.simulate:main",
+    "fsck": "kvstrata.cli.fsck:main",
+    "du": "kvstrata.cli.du:main",
 }
 _ABOUT = {
     "server": "run the control plane: who holds what, and transfers between nodes",
@@ -39,6 +41,8 @@ _ABOUT = {
     "transfer": "have chunks moved to a node",
     "status": "show a node or the cluster",
     "simulate": "replay a trace of requests: hit rate by policy and capacity",
+    "fsck": "verify a store, report what is wrong with it, repair it",
+    "du": "what a store is used for: by namespace, tenant and age",
 }
 _EXTRAS = {"server": "server", "token": "server", "demo": "server"}
 

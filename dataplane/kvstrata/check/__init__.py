@@ -1,0 +1,1 @@
+"""Looking into stores from outside, beside the nodes that use them: `kvstrata fsck` and `du`."""
