@@ -60,23 +60,24 @@ class Spec:
         attention = FullAttentionSpec(
             block_size=32, num_kv_heads=2, head_size=64, dtype=self.vllm_config.model_config.dtype
         )
-        layout = KVCacheConfig(
+        self.layout = KVCacheConfig(
             8,
             [KVCacheTensor(size * 8, ["0"], size, size)],
             [KVCacheGroupSpec(["0"], attention)],
         )
-        self.spec = TieringOffloadingSpec(build_offloading_config(self.vllm_config, layout))
+        self.spec = TieringOffloadingSpec(build_offloading_config(self.vllm_config, self.layout))
 
     def ours(self, view: memoryview, root: Path, threads: int) -> Any:
         from kvstrata_adapters.engines.vllm import KVStrataTier
 
-        vllm_config = self.vllm_config  # where the tier finds it, as in vLLM's connector
+        # Where the tier finds them, as in vLLM's connector.
+        vllm_config, kv_cache_config = self.vllm_config, self.layout
         options = {"read_threads": threads, "write_threads": threads, "capacity": "16GiB"}
         tiers = [{"type": "fs", "root": str(root), **options}]
         made = KVStrataTier(
             self.spec, view, "KVStrataTier", None, tiers=tiers, revision="1", most_pinned=1
         )
-        del vllm_config
+        del vllm_config, kv_cache_config
         return made
 
     def peer(self, view: memoryview, root: Path) -> Any:

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm_processes import make_model
-from vllm_tier_kit import ROW, make_config, make_spec
+from vllm_tier_kit import BLOCK, ROW, make_config, make_layout, make_spec
 
 from kvstrata.errors import ConfigError
 from kvstrata.keys import Namespace
-from kvstrata_adapters.engines.vllm.tier_identity import row_namespace, running_config
+from kvstrata_adapters.engines.vllm.tier_identity import Engine, engine_being_made, row_namespace
 from kvstrata_adapters.engines.vllm.tier_options import TierOptions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
@@ -43,7 +45,7 @@ def name(
     """The namespace after `change` of what vLLM tells its tiers."""
     spec = make_spec(vllm_config, {"cpu_bytes_to_use": 1 << 20, **(extra or {})})
     spec.config = change(spec.config)
-    return row_namespace(spec, options(**given), vllm_config)
+    return row_namespace(spec, options(**given), Engine(vllm_config, make_layout()))
 
 
 def replace(part: str = "", **values: Any) -> Callable[[Any], Any]:
@@ -140,7 +142,6 @@ def test_what_the_operator_says_is_in_it(vllm_config: Any) -> None:
 
 
 def test_other_weights_are_another_revision(vllm_config: Any, tmp_path: Path) -> None:
-    import torch
     from safetensors.torch import load_file, save_file
 
     other = make_model(tmp_path / "tiny")
@@ -182,11 +183,31 @@ def test_scales_made_at_run_time_are_refused(vllm_config: Any) -> None:
     config = SimpleNamespace(cache_config=SimpleNamespace(calculate_kv_scales=True))
     spec = make_spec(vllm_config, {"cpu_bytes_to_use": 1 << 20})
     with pytest.raises(ConfigError, match="scales"):
-        row_namespace(spec, options(), config)
+        row_namespace(spec, options(), Engine(config, make_layout()))
 
 
 def test_the_configuration_is_that_of_the_engine_being_made(vllm_config: Any) -> None:
-    def connector(vllm_config: Any) -> Any:
-        return (lambda: running_config())()
+    layout = KVCacheConfig(1, [], [])
 
-    assert connector(vllm_config) is vllm_config
+    def connector(vllm_config: Any, kv_cache_config: Any) -> Any:
+        return (lambda: engine_being_made())()
+
+    assert connector(vllm_config, layout) == (vllm_config, layout)
+    with pytest.raises(ConfigError, match="KVStrataOffloadingSpec"):
+        connector(vllm_config, None)
+    with pytest.raises(ConfigError, match="KVStrataOffloadingSpec"):
+        connector(object(), layout)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_chunks_that_may_lack_blocks_are_refused(vllm_config: Any, blocks: int) -> None:
+    spec = make_spec(vllm_config, {"cpu_bytes_to_use": 1 << 20, "blocks_per_chunk": blocks})
+    windows = SlidingWindowSpec(
+        block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=64
+    )
+    engine = Engine(vllm_config, KVCacheConfig(1, [], [KVCacheGroupSpec(["a"], windows)]))
+    if blocks == 1:
+        assert row_namespace(spec, options(), engine)
+    else:
+        with pytest.raises(ConfigError, match=r"SlidingWindowSpec.*blocks_per_chunk"):
+            row_namespace(spec, options(), engine)

@@ -109,15 +109,36 @@ def test_no_answer_in_time_is_a_miss_and_a_late_one_changes_nothing(desk: Desk) 
     desk.verdicts.flush()
     assert desk.verdicts.lookup(A, "r") == MISSING
     assert desk.verdicts.timeouts == 1
-    desk.answer(0)
+    desk.answer(0, batch=0)
     assert desk.verdicts.lookup(A, "r") == MISSING
-    # Another request asks anew, and the late answer is not its own.
+    # Another request asks anew, and a late answer is not its own.
     assert desk.verdicts.lookup(A, "s") is None
     desk.verdicts.flush()
     desk.answer(0, batch=0)
     assert desk.verdicts.lookup(A, "s") is None
     desk.answer(0)
     assert desk.verdicts.lookup(A, "s") == desk.verdicts.lookup(A, "r") == 0
+
+
+def test_while_nothing_answers_nobody_waits(desk: Desk) -> None:
+    desk.verdicts.lookup(A, "r")
+    desk.verdicts.flush()
+    desk.clock.now += 2
+    desk.verdicts.flush()
+    # It only asks whether anybody is there, now and then.
+    assert [keys for _, keys in desk.asked] == [[A], []]
+    for _ in range(3):
+        desk.verdicts.lookup(B, "s")
+        desk.verdicts.flush()
+    assert desk.verdicts.lookup(B, "s") == MISSING
+    assert len(desk.asked) == 2
+    desk.clock.now += 2
+    desk.verdicts.flush()
+    assert [keys for _, keys in desk.asked] == [[A], [], []]
+    desk.answer()
+    assert desk.verdicts.lookup(B, "t") is None
+    desk.verdicts.flush()
+    assert [keys for _, keys in desk.asked][3:] == [[B]]
 
 
 def test_what_failed_to_load_stays_missing_for_whom_it_failed(desk: Desk) -> None:

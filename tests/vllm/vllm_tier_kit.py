@@ -62,25 +62,29 @@ def make_config(model: Path, **options: Any) -> VllmConfig:
     return config
 
 
-def make_spec(vllm_config: VllmConfig, extra: dict[str, Any], heads: int = HEADS) -> Any:
-    """`heads` per rank. As vLLM's connector makes it."""
+def make_layout() -> KVCacheConfig:
+    """One group of full attention."""
     blocks = 64
     attention = FullAttentionSpec(
-        block_size=BLOCK, num_kv_heads=heads, head_size=HEAD, dtype=torch.bfloat16
+        block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.bfloat16
     )
     size = attention.page_size_bytes * len(LAYERS)
-    layout = KVCacheConfig(
+    return KVCacheConfig(
         blocks,
         [KVCacheTensor(size * blocks, LAYERS, attention.page_size_bytes, size)],
         [KVCacheGroupSpec(LAYERS, attention)],
     )
+
+
+def make_spec(vllm_config: VllmConfig, extra: dict[str, Any]) -> Any:
+    """As vLLM's connector makes it."""
     vllm_config.kv_transfer_config = KVTransferConfig(
         kv_connector="OffloadingConnector",
         kv_role="kv_both",
         engine_id=f"test-{os.getpid()}-{next(_numbers)}",
         kv_connector_extra_config={"spec_name": "TieringOffloadingSpec", **extra},
     )
-    return TieringOffloadingSpec(build_offloading_config(vllm_config, layout))
+    return TieringOffloadingSpec(build_offloading_config(vllm_config, make_layout()))
 
 
 def keys(*numbers: int) -> list[OffloadKey]:
@@ -102,7 +106,9 @@ class Scheduler:
         self.spec = make_spec(
             vllm_config, {"cpu_bytes_to_use": rows * ROW, "secondary_tiers": entries, **extra}
         )
+        kv_cache_config = make_layout()  # a tier finds the two here, as it does in a connector
         self.manager: TieringOffloadingManager = self.spec.get_manager()
+        del kv_cache_config
         self.tiers: list[KVStrataTier] = self.manager.secondary_tiers  # type: ignore[assignment]
         self.open = True
 

@@ -43,7 +43,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvstrata.errors import ConfigError, Expired, KVStrataError, LinkBroken
 from kvstrata.keys import GROUP_BYTES, MAX_HASH_BYTES
 from kvstrata_adapters.engines.vllm.naming import Naming
-from kvstrata_adapters.engines.vllm.tier_identity import row_namespace, running_config
+from kvstrata_adapters.engines.vllm.tier_identity import engine_being_made, row_namespace
 from kvstrata_adapters.engines.vllm.tier_jobs import Chunk, Job
 from kvstrata_adapters.engines.vllm.tier_loop import LoopThread
 from kvstrata_adapters.engines.vllm.tier_metrics import TierStats, definitions
@@ -83,7 +83,7 @@ class KVStrataTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.options = TierOptions.parse(tier_type, options)
         self.locality = Locality(self.options.locality) if self.options.locality else None
-        self.namespace = row_namespace(offloading_spec, self.options, running_config())
+        self.namespace = row_namespace(offloading_spec, self.options, engine_being_made())
         self._naming = Naming(self.namespace)
         self._tokens = {
             group.id.to_bytes(GROUP_BYTES, "big"): (

@@ -11,14 +11,16 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
     canonical_format_id,
 )
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig, RSWASpec, is_full_attention_spec
 from vllm.v1.kv_offload.base import OffloadingSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.version import __version__
@@ -33,15 +35,25 @@ from kvstrata_adapters.engines.vllm.geometry import (
 )
 from kvstrata_adapters.engines.vllm.tier_options import TierOptions
 
-__all__ = ["row_namespace", "running_config"]
+__all__ = ["Engine", "engine_being_made", "row_namespace"]
 
 
-def row_namespace(spec: OffloadingSpec, options: TierOptions, vllm_config: Any) -> Namespace:
+class Engine(NamedTuple):
+    """What vLLM's connector knows of the engine that it belongs to; vLLM gives its tiers a part of
+    it, without the weights' revision, the hash algorithm or the kinds of its groups."""
+
+    vllm_config: Any
+    kv_cache_config: Any
+
+
+def row_namespace(spec: OffloadingSpec, options: TierOptions, engine: Engine) -> Namespace:
     """Of the engine that `spec` belongs to. One chunk is the used part of a row.
 
     Raises `ConfigError` if its rows can't be told from those of others.
     """
     config: OffloadingConfig = spec.config
+    vllm_config = engine.vllm_config
+    _check_whole(config, engine.kv_cache_config)
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise ConfigError(
             "KV scales that are computed at run time (calculate_kv_scales) are not in the rows, "
@@ -75,25 +87,37 @@ def row_namespace(spec: OffloadingSpec, options: TierOptions, vllm_config: Any) 
         raise ConfigError(f"the KV cache of {config.model.name}: {e}") from e
 
 
-def running_config() -> VllmConfig:
-    """The configuration of the engine that is being made.
+def engine_being_made() -> Engine:
+    """From the connector's call that, further up the stack, makes a tier.
 
-    vLLM gives its tiers a part of it, without the weights' revision or the hash algorithm. The
-    connector that makes them has all of it. Raises `ConfigError` if there is none.
+    Raises `ConfigError` if there is none.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        found = frame.f_locals.get("vllm_config")
-        if isinstance(found, VllmConfig):
+        found = Engine(frame.f_locals.get("vllm_config"), frame.f_locals.get("kv_cache_config"))
+        if isinstance(found.vllm_config, VllmConfig) and isinstance(
+            found.kv_cache_config, KVCacheConfig
+        ):
             return found
-        frame = frame.f_back  # type: ignore[assignment]
-    found = get_current_vllm_config_or_none()
-    if found is None:
-        raise ConfigError(
-            f"vLLM {__version__} makes its tiers where its configuration is not at hand, so "
-            "this model's chunks can't be told from others: use KVStrataOffloadingSpec instead"
-        )
-    return found
+        frame = frame.f_back
+    raise ConfigError(
+        f"vLLM {__version__} makes its tiers where its configuration is not at hand, so this "
+        "model's chunks can't be told from others: use KVStrataOffloadingSpec instead"
+    )
+
+
+def _check_whole(config: OffloadingConfig, kv_cache_config: Any) -> None:
+    """vLLM stores a chunk of a sliding window, or of states, when its last block is there; what
+    its first blocks' place holds then is another chunk's."""
+    if config.cache.blocks_per_chunk == 1:
+        return
+    for group in config.groups:
+        kept = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
+        if not is_full_attention_spec(kept) or isinstance(kept, RSWASpec):
+            raise ConfigError(
+                f"chunks of group {group.group_id} ({type(kept).__name__}) may lack their first "
+                "blocks: leave `blocks_per_chunk` at 1 for this model, and `block_size` unset"
+            )
 
 
 def _weights(config: OffloadingConfig, vllm_config: Any) -> str:

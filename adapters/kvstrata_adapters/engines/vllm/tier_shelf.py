@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 # A tier that keeps its deadline may need a moment to say so.
 _GRACE_SECONDS = 0.25
+_LOOKUP_GRACE = 0.25  # of the lookup's time
 _STORES_AT_ONCE = 2
 _LOADS_AT_ONCE = 4
 _KEPT = (Outcome.STORED, Outcome.PRESENT)
@@ -86,12 +87,15 @@ class Shelf:
         """Whether nothing is to be asked of it now."""
         return bool(self._overdue) or time.monotonic() < self._rest_until
 
-    async def lookup(self, names: Sequence[bytes], deadline: float) -> list[bool]:
+    async def lookup(self, names: Sequence[bytes], seconds: float) -> list[bool]:
+        """Within that time, whatever the tier does."""
         keys = [Key(name) for name in names]
         if self.silent or not keys:
             return [False] * len(keys)
         try:
-            answer = await self._call(self.tier.lookup(keys, deadline), deadline)
+            end = time.monotonic() + seconds
+            asked = end - seconds * _LOOKUP_GRACE
+            answer = await self._call(self.tier.lookup(keys, asked), end)
             found = list(complete(answer, len(keys)))
         except Exception as e:
             self._failed("lookup", e)
@@ -155,7 +159,8 @@ class Shelf:
         views = buffer.views[: len(wave)]
         items = [Item(Key(c.name), view) for c, view in zip(wave, views, strict=True)]
         try:
-            answer = await self._call(self.tier.load(items, job.deadline), job.deadline)
+            call = self.tier.load(items, job.deadline)
+            answer = await self._call(call, job.deadline + _GRACE_SECONDS)
             outcomes = complete(answer, len(wave))
         except _LateError as e:
             # Whatever it still writes to is ours alone until it returns.
@@ -220,7 +225,8 @@ class Shelf:
                 for c, v, s in zip(wave, views, sums, strict=True)
             ]
             try:
-                answer = await self._call(self.tier.store(items, job.deadline), job.deadline)
+                call = self.tier.store(items, job.deadline)
+                answer = await self._call(call, job.deadline + _GRACE_SECONDS)
                 outcomes = complete(answer, len(wave))
             except _LateError as e:
                 self._failed("store", e)
@@ -234,10 +240,9 @@ class Shelf:
         self._on_stored([chunk.name for chunk in kept])
         return kept
 
-    async def _call(self, work: Coroutine[Any, Any, T], deadline: float) -> T:
+    async def _call(self, work: Coroutine[Any, Any, T], end: float) -> T:
         task = asyncio.ensure_future(work)
-        left = max(deadline - time.monotonic(), 0) + _GRACE_SECONDS
-        done, _ = await asyncio.wait({task}, timeout=left)
+        done, _ = await asyncio.wait({task}, timeout=max(end - time.monotonic(), 0))
         if not done:
             self._overdue.add(task)
             task.add_done_callback(self._returned)

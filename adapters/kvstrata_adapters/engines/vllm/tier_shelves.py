@@ -9,7 +9,6 @@ import asyncio
 import logging
 import queue
 import re
-import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
 _COPY_THREADS = 4
+# The rest is for the way there and back.
+_LOOKUP_PART = 0.9
 
 
 class Found(NamedTuple):
@@ -95,10 +96,10 @@ class Shelves:
     async def lookup(self, batch: int, names: Sequence[bytes]) -> None:
         """In order, each within its part of the time, so that all are asked."""
         tiers = [-1] * len(names)
-        each = self._options.lookup_deadline / len(self.shelves)
+        each = _LOOKUP_PART * self._options.lookup_deadline / len(self.shelves)
         for i, shelf in enumerate(self.shelves):
             left = [n for n, found in enumerate(tiers) if found < 0]
-            there = await shelf.lookup([names[n] for n in left], time.monotonic() + each)
+            there = await shelf.lookup([names[n] for n in left], each)
             for n, found in zip(left, there, strict=True):
                 if found:
                     tiers[n] = i

@@ -6,7 +6,9 @@
 
 A verdict holds while some request refers to it, so that a request waits for no chunk twice: one
 that could not be loaded stays missing for those that know it, and is asked for anew by the next.
-A question without an answer at its deadline is answered with missing.
+A question without an answer at its deadline is answered with missing; from then until something
+answers again nobody waits: what is asked is missing at once, and an empty question sees whether
+anybody is there.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ class Verdicts:
         self._new: list[bytes] = []
         self._asked: dict[int, tuple[float, list[bytes]]] = {}
         self._batch = 0
+        self._deaf = False
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -87,8 +90,13 @@ class Verdicts:
             del self._asked[batch]
             self._decide(batch, keys, [MISSING] * len(keys))
             self.timeouts += len(keys)
+            self._deaf = True
         new, self._new = [key for key in self._new if key in self._entries], []
-        if new:
+        if self._deaf:
+            for key in new:
+                self._entries[key].tier = MISSING
+            new = []
+        if new or (self._deaf and not self._asked):
             self._batch += 1
             for key in new:
                 self._entries[key].batch = self._batch
@@ -112,6 +120,7 @@ class Verdicts:
     def _settle(self) -> None:
         while self._answers:
             batch, tiers = self._answers.popleft()
+            self._deaf = False
             _, keys = self._asked.pop(batch, (0.0, []))
             self._decide(batch, keys, tiers)
 
