@@ -14,7 +14,8 @@ from kvstrata.keys import Namespace
 __all__ = ["Shortage", "SlotPool"]
 
 # A store is put off for no longer than this: a node that runs at all has answered by then. One
-# on a starved machine was seen to be kept from running for two seconds.
+# on a starved machine was seen to be kept from running for two seconds. vLLM logs a warning in each
+# step, and a request that ends meanwhile is not stored at all.
 _PATIENCE = 5.0
 # After so many answers without a single slot the node is taken to be full.
 _ANSWERS = 3
