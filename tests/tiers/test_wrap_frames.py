@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from wrap_kit import blank, context_of, item, key, memory, soft_item, wrapped
 
 from kvstrata.errors import Corrupt
@@ -71,6 +73,18 @@ def test_a_codec_that_nobody_knows() -> None:
     view[120:128] = checksum(view[:120]).to_bytes(8, "little")
     with pytest.raises(Corrupt, match="unknown codec 9"):
         parse_frame(view, FRAME.key)
+
+
+@given(st.binary(max_size=300), st.integers(0, 300))
+def test_any_bytes_are_a_frame_or_corrupt(noise: bytes, at: int) -> None:
+    view = packed()
+    view[at : at + len(noise)] = noise[: view.nbytes - at]
+    try:
+        frame, body = parse_frame(view, FRAME.key)
+    except Corrupt:
+        return
+    assert frame == FRAME
+    assert body.nbytes == FRAME.body_bytes
 
 
 def test_every_bit_of_the_header_matters() -> None:

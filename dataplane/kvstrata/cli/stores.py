@@ -20,7 +20,11 @@ _S3 = "s3://"
 
 
 def add_store(parser: Parser) -> None:
-    parser.add_argument("store", metavar="ROOT|s3://BUCKET/PREFIX", help="root of an fs tier, or")
+    parser.add_argument(
+        "store",
+        metavar="STORE",
+        help="root of an fs tier, or s3://bucket/prefix of an obj tier",
+    )
     parser.add_argument("--threads", type=_threads, default=4, help="workers (default: 4)")
     parser.add_argument("--json", action="store_true", help="for machines")
     group = parser.add_argument_group("object stores")
