@@ -174,7 +174,8 @@ ToNode = Hello | Step | Status | Drop
 
 
 class Welcome(_Message, frozen=True, array_like=True, tag="welcome"):
-    """Answer to `Hello`: where the region is and the bounds that hold."""
+    """Answer to `Hello`: where the region is and the bounds that hold. `tells`: whether this node
+    publishes KV events, and so wants to be told what chunks are."""
 
     node: str
     incarnation: str
@@ -183,6 +184,7 @@ class Welcome(_Message, frozen=True, array_like=True, tag="welcome"):
     region_bytes: int
     lease_ttl: float
     namespace: Namespace | None = None
+    tells: bool = False
 
 
 class Found(_Message, frozen=True, array_like=True):

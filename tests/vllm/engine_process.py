@@ -65,7 +65,8 @@ class Engine:
             tensor_parallel_size=settings["ranks"],
             seed=0,
             kv_transfer_config=KVTransferConfig(
-                kv_connector="OffloadingConnector",
+                kv_connector=settings["kv_connector"],
+                kv_connector_module_path=settings["kv_connector_module_path"],
                 kv_role="kv_both",
                 engine_id=settings["name"],
                 kv_connector_extra_config=settings["connector"]

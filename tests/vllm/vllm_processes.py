@@ -123,7 +123,7 @@ def start(command: list[str], log: Path, environment: dict[str, str], **pipes: A
 class Node:
     """A node with an fs tier; it may be killed and started again as it was."""
 
-    def __init__(self, folder: Path, name: str, control: str = "") -> None:
+    def __init__(self, folder: Path, name: str, control: str = "", *flags: str) -> None:
         self.id = f"test-{os.getpid()}-{name}"
         self.socket = folder / f"{name}.sock"
         self.files = folder / f"fs-{name}"
@@ -137,6 +137,7 @@ class Node:
         if control:
             self._command += ["--control.url", control, "--peers.listen", "tcp://127.0.0.1:0"]
             self._command += ["--control.heartbeat-interval", "0.5"]
+        self._command += flags
         self.process: Process | None = None
 
     def start(self) -> None:
@@ -153,7 +154,8 @@ class Node:
 
 
 class Engine:
-    """See `engine_process`. `connector`: another spec than ours, with its options."""
+    """See `engine_process`. `connector`: another spec than ours, with its options. `tells`: by
+    `KVStrataConnector`."""
 
     def __init__(
         self,
@@ -169,6 +171,7 @@ class Engine:
         batched_tokens: int = 1024,
         environment: dict[str, str] | None = None,
         connector: dict[str, Any] | None = None,
+        tells: bool = False,
     ) -> None:
         self.name = name
         settings = {
@@ -183,6 +186,10 @@ class Engine:
             "dtype": dtype,
             "environment": environment or {},
             "connector": connector,
+            "kv_connector": "KVStrataConnector" if tells else "OffloadingConnector",
+            "kv_connector_module_path": (
+                "kvstrata_adapters.engines.vllm.connector" if tells else None
+            ),
         }
         script = str(Path(__file__).with_name("engine_process.py"))
         self.process = start(

@@ -301,6 +301,7 @@ class Node:
             self.region.size,
             self.settings.host.lease_ttl,
             namespace,
+            bool(self.events),
         )
 
     # ------------------------------------------------------------ state

@@ -38,6 +38,7 @@ class Draft:
     uses: list[wire.Use] = field(default_factory=list)
     lookups: list[wire.Lookup] = field(default_factory=list)
     credits: dict[int, int] = field(default_factory=dict)
+    tells: list[wire.Told] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(
@@ -50,6 +51,7 @@ class Draft:
             or self.uses
             or self.lookups
             or self.credits
+            or self.tells
         )
 
     def step(self) -> wire.Step:
@@ -64,6 +66,7 @@ class Draft:
             uses=self.uses,
             lookups=self.lookups,
             credits=self.credits,
+            tells=self.tells,
         )
 
 

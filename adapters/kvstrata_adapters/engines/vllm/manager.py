@@ -91,6 +91,7 @@ class KVStrataManager(OffloadingManager):
         self._failed: set[bytes] = set()
         self._forsaken: list[_Forsaken] = []
         self._heard = False
+        self._sessions = 0
         self._credits_asked = float("-inf")
         self._pump()
 
@@ -246,6 +247,27 @@ class KVStrataManager(OffloadingManager):
         if writes or loads:
             self._forsaken.append(_Forsaken(_RESET_STEPS, writes, loads))
 
+    @property
+    def tells(self) -> int | None:
+        """The number of the session whose node wants to be told what chunks are; None: no node
+        does."""
+        if self._link.up and self._link.welcome.tells:
+            return self._sessions
+        return None
+
+    def tell(
+        self,
+        key: OffloadKey,
+        blocks: list[int],
+        tokens: bytes,
+        parent: int | None,
+        lora: str,
+        salt: str,
+    ) -> None:
+        """Say what a chunk is, in the step's message. See `wire.Told`."""
+        name = self._naming.ours(key)
+        self._link.draft.tells.append(wire.Told(name, blocks, tokens, parent, lora, salt))
+
     def shutdown(self) -> None:
         self._link.close()
         self._faults.close()
@@ -295,6 +317,7 @@ class KVStrataManager(OffloadingManager):
         self._lookups.on_reply(event)
 
     def _on_lost(self, event: Lost) -> None:
+        self._sessions += 1
         self._lookups.lost(event.node_lives)
         self._pool.clear()
         self._writing.clear()
