@@ -52,7 +52,9 @@ def test_people_read_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["device_copy", "fs_tier", "host_tier", "transports", "vllm_tier"])
+@pytest.mark.parametrize(
+    "name", ["device_copy", "fs_tier", "host_tier", "obj_tier", "transports", "vllm_tier"]
+)
 def test_each_starts_and_asks_one_question(name: str) -> None:
     done = subprocess.run(
         [sys.executable, FOLDER / f"{name}.py", "--help"],

@@ -203,8 +203,9 @@ async def test_no_try_past_the_deadline() -> None:
     clock = FakeClock()
     sleeps = Sleeps(clock)
     retry = Retry(20, base=1.0, cap=1.0, rand=lambda: 1.0, sleep=sleeps)
-    with pytest.raises(Fault):
+    with pytest.raises(Fault, match="no time to try again after asked to slow down") as e:
         await retry.run(Call(clock, 3.5), failing(10, SLOW))
+    assert e.value.condition is Condition.TIMEOUT
     assert clock() == 3.0
 
 

@@ -195,9 +195,14 @@ class ObjTier(Tier):
             capacity_bytes=None if bound is None else int(bound),  # ByteSize has no wire form
             healthy=self._health.well,
             detail=detail,
-            counters=self._counters
-            | {"retries": self._retry.retries, "reread": self._chunks.reread},
+            counters=self._counters | self._others_counters(),
         )
+
+    def _others_counters(self) -> dict[str, int]:
+        found = {"retries": self._retry.retries, "reread": self._chunks.reread}
+        if self._options.nixl:
+            found |= {"by_nixl": self._client.by_nixl, "not_by_nixl": self._client.not_by_nixl}
+        return found
 
     async def drain(self, deadline: float | None = None) -> None:
         await self._calls.drain(deadline)

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata.errors import ConfigError, Corrupt
 from kvstrata.keys import Key
 from kvstrata.tiers.base import checksum as checksum_of
-from kvstrata.tiers.obj_conditions import Damaged
+from kvstrata.tiers.obj_conditions import Damaged, NixlFailed
 from kvstrata.tiers.obj_format import Header
 from kvstrata.tiers.obj_options import ObjOptions
 from kvstrata.tiers.obj_pace import TokenBucket
 
+if TYPE_CHECKING:
+    from kvstrata.tiers.obj_nixl import NixlReader
+
 __all__ = ["Found", "ListedObject", "ObjectClient", "Page", "Upload"]
+
+_log = logging.getLogger(__name__)
 
 _PIECE = 256 << 10
 
@@ -89,13 +95,18 @@ class ObjectClient:
         self._bucket = options.bucket
         self._stack = contextlib.AsyncExitStack()
         self._s3: Any = None
+        self._nixl: NixlReader | None = None
+        self.by_nixl = 0
+        """How many payloads NIXL loaded."""
+        self.not_by_nixl = 0
+        """How many it failed at, which were then loaded without it."""
         self._up = TokenBucket(options.upload_rate)
         self._down = TokenBucket(options.download_rate)
 
     async def open(self) -> None:
-        """Find credentials and prepare; asks the store nothing. Again: with new credentials.
+        """Prepare; asks the store nothing. Again: with credentials looked for anew.
 
-        Raises `Fault` if there are none, `ConfigError` if they are told in a way that can't work.
+        Raises `ConfigError` if an option can't work.
         """
         import aioboto3
         from aiobotocore.session import AioSession
@@ -121,9 +132,18 @@ class ObjectClient:
         s3.meta.events.register_last("before-call.s3", _without_expect)
         self._s3, (before, self._stack) = s3, (self._stack, stack)
         await before.aclose()
+        if options.nixl:
+            self._end_nixl()
+            self._nixl = await _nixl_reader(options, session)
 
     async def close(self) -> None:
+        self._end_nixl()
         await self._stack.aclose()
+
+    def _end_nixl(self) -> None:
+        if self._nixl is not None:
+            self._nixl.close()
+        self._nixl = None
 
     # ------------------------------------------------------------ objects
 
@@ -137,6 +157,15 @@ class ObjectClient:
 
         Raises `Damaged` if the object isn't this chunk, in this size, intact.
         """
+        if self._nixl is not None:
+            try:
+                loaded = await self._load_by_nixl(self._nixl, name, key, view, exact)
+            except (Corrupt, NixlFailed) as e:
+                _log.info("obj tier: NIXL failed at %s: %s", name, e)
+                self.not_by_nixl += 1
+            else:
+                self.by_nixl += 1
+                return loaded
         answer = await self._s3.get_object(Bucket=self._bucket, Key=name)
         async with answer["Body"] as body:
             try:
@@ -161,6 +190,16 @@ class ObjectClient:
         if checksum_of(view[:filled]) != header.checksum:
             raise Corrupt("payload checksum differs")
         return filled
+
+    async def _load_by_nixl(
+        self, nixl: NixlReader, name: str, key: Key, view: memoryview, exact: bool
+    ) -> int:
+        header = fitting(await self.head(name), key, view, exact)
+        await self._down.take(header.payload_bytes)
+        await nixl.read(name, header.payload_bytes, view)
+        if checksum_of(view[: header.payload_bytes]) != header.checksum:
+            raise Corrupt("payload checksum differs")
+        return header.payload_bytes
 
     async def put(self, name: str, view: memoryview, header: Header, only_if_absent: bool) -> None:
         body = _Payload(view, self._up)
@@ -277,6 +316,17 @@ def fitting(found: Found, key: Key, view: memoryview, exact: bool) -> Header:
     return header
 
 
+async def _nixl_reader(options: ObjOptions, session: Any) -> NixlReader:
+    from kvstrata.tiers.obj_nixl import NixlReader
+
+    credentials: list[str] = []
+    if options.profile is not None:  # which NIXL can't be told
+        found = await session.get_credentials()
+        frozen = await found.get_frozen_credentials()
+        credentials = [frozen.access_key, frozen.secret_key, frozen.token or ""]
+    return NixlReader(options, credentials)
+
+
 @functools.cache
 def _loader() -> Any:
     """Of the description of S3, which takes a quarter of a second to read."""
@@ -288,9 +338,6 @@ def _loader() -> Any:
 def _config(options: ObjOptions) -> Any:
     from botocore.config import Config
 
-    style = options.addressing
-    if style == "auto" and options.endpoint is not None:
-        style = "path"
     width = options.load_concurrency + options.store_concurrency + options.lookup_concurrency
     return Config(
         connect_timeout=options.connect_timeout,
@@ -301,7 +348,10 @@ def _config(options: ObjOptions) -> Any:
         # than all the rest.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-        s3={"addressing_style": style, "payload_signing_enabled": False},
+        s3={
+            "addressing_style": "virtual" if options.bucket_in_host else "path",
+            "payload_signing_enabled": False,
+        },
     )
 
 

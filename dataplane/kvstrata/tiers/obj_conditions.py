@@ -58,6 +58,10 @@ class Damaged(Corrupt):
         self.tag = tag
 
 
+class NixlFailed(KVStrataError):  # noqa: N818 - named after the condition
+    """NIXL could not read an object, or may not begin to: load it in another way."""
+
+
 class Fault(KVStrataError):  # noqa: N818 - named after the condition
     """The store failed; `again` says whether trying again may help."""
 

@@ -114,6 +114,13 @@ class ObjOptions(BaseModel):
             raise ValueError('`capacity` needs eviction = "list": a lifecycle rule has no size')
         return self
 
+    @property
+    def bucket_in_host(self) -> bool:
+        """Whether the bucket stands in the host name."""
+        if self.addressing == "auto":
+            return self.endpoint is None
+        return self.addressing == "virtual"
+
     @classmethod
     def parse(cls, options: dict[str, Any]) -> ObjOptions:
         """Raises `ConfigError`, naming every option that is wrong."""

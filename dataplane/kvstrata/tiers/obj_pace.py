@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from kvstrata.tiers.calls import Call
-from kvstrata.tiers.obj_conditions import Fault, meaning
+from kvstrata.tiers.obj_conditions import Condition, Fault, meaning
 
 __all__ = ["Retry", "TokenBucket"]
 
@@ -70,10 +70,13 @@ class Retry:
                 return await request()
             except Exception as e:
                 error = meaning(e)
-                wait = self._rand() * min(self._cap, self._base * 2.0**failures)
-                last = failures + 1 == self._attempts or call.stopped or call.left() <= wait
-                if last or not (isinstance(error, Fault) and error.again):
+                if not (isinstance(error, Fault) and error.again and failures + 1 < self._attempts):
                     raise error from e
+                wait = self._rand() * min(self._cap, self._base * 2.0**failures)
+                if call.stopped or call.left() <= wait:
+                    # It says less of the store than if every try had failed.
+                    told = f"no time to try again after {error}"
+                    raise Fault(Condition.TIMEOUT, told) from e
             self.retries += 1
             await self._sleep(wait)
         raise AssertionError("attempts is at least 1")
