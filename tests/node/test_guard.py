@@ -235,6 +235,21 @@ async def test_stores_that_fail_do_not_stop_loads() -> None:
     await running
 
 
+@timeless
+async def test_a_tier_that_takes_no_stores_can_be_emptied() -> None:
+    tier = holding(TroubledTier(), 100)
+    tier.fails = {"store"}
+    store = make_store(tier)
+    running = asyncio.create_task(store.cascades[0].run())
+    for n in range(3):
+        put(store, n)
+        await asyncio.sleep(0.01)
+    assert not store.guards[0].allows(Kind.STORE)
+    assert await store.drop(["troubled"], None) == {"troubled": 1}
+    await store.close()
+    await running
+
+
 # ---------------------------------------------------------------- stores
 
 

@@ -198,7 +198,8 @@ class Guard:
     async def evict(self, keys: Sequence[Key]) -> list[bool]:
         """Whether each was there; of a tier that does not answer, none was."""
         gone = [False] * len(keys)
-        if self.allows(Kind.STORE):
+        # A tier that takes no stores may well be in need of this.
+        if self.allows(Kind.STORE) or self.allows(Kind.LOOKUP):
             seconds = _EVICT_SECONDS
             call = await self._call("evict", lambda: self.tier.evict(keys), seconds, seconds)
             if not call.left:

@@ -24,7 +24,7 @@ from kvstrata import wire
 from kvstrata.api import HostUse, NodeRegistration, StoreRef
 from kvstrata.config import NodeSettings
 from kvstrata.errors import ConfigError
-from kvstrata.keys import Key, Namespace
+from kvstrata.keys import DIGEST_BYTES, Key, Namespace
 from kvstrata.node.breaker import Kind
 from kvstrata.node.engine_port import EnginePort
 from kvstrata.node.events import EventPublisher
@@ -53,6 +53,8 @@ _log = logging.getLogger(__name__)
 _EXPIRY_INTERVAL = 0.25
 _DRAIN_SECONDS = 5.0
 _SCRAPE_SECONDS = 5.0
+# Transports give up what is late themselves, after 2 s.
+_PEER_GRACE = 5.0
 # However late it is, each part of a node is given this long to end.
 _LEAST_SECONDS = 0.5
 
@@ -227,7 +229,7 @@ class Node:
             self.store.placements.added(tier.store_id, tier.keys())
         if self.settings.peers.static and self._links is not None:
             peers = PeerTier(self._links, self.settings.peers.static, self._context([]))
-            self.store.attach(peers)
+            self.store.attach(peers, grace=_PEER_GRACE)
 
     def _context(self, location: list[str]) -> TierContext:
         def removed(keys: Sequence[Key]) -> None:
@@ -278,6 +280,10 @@ class Node:
     async def _expire(self) -> None:
         while True:
             self.store.host.expire()
+            if self.namespaces.crowded:
+                used = {key[:DIGEST_BYTES] for key in self.store.host.keys()}  # noqa: SIM118
+                used |= {s.namespace.digest for s in self.engines.sessions.values() if s.namespace}
+                self.namespaces.prune(used)
             await asyncio.sleep(_EXPIRY_INTERVAL)
 
     async def _drain(self) -> None:
