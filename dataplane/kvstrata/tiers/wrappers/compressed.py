@@ -1,7 +1,7 @@
 """zstd around a tier: less of the medium for more of the CPU.
 
-KV caches compress little (values are close to noise), so it is off unless a setting asks for it,
-and each chunk that doesn't shrink enough is stored as it is. Extra `compress`.
+KV caches compress little (the low bits of their values are noise), so it is off unless a setting
+asks for it, and each chunk that doesn't shrink enough is stored as it is. Extra `compress`.
 """
 
 from __future__ import annotations
