@@ -12,7 +12,7 @@ import pytest
 from wrap_kit import context_of, memory, wrapped
 
 from kvstrata.keys import Key
-from kvstrata.testing import Damage, FakeClock, TierTests
+from kvstrata.testing import Damage, FakeClock, FaultScript, Faulty, TierTests
 from kvstrata.testing.memory_tier import MemoryTier
 from kvstrata.tiers.base import Tier, TierContext
 from kvstrata.tiers.fs import FsTier
@@ -119,6 +119,15 @@ class TestCompressed(Around):
 class TestEncrypted(Around):
     names: ClassVar[list[str]] = ["encrypted"]
     damages = tuple(Damage)
+
+
+class TestFaultyWithoutFaults(Around):
+    names: ClassVar[list[str]] = []
+    damages = tuple(set(Damage) - {Damage.HEADER, Damage.VERSION})
+
+    async def open_tier(self, tmp_path: Path, context: TierContext) -> Tier:
+        self.inner = memory(context, verify=True)
+        return Faulty(self.inner, FaultScript(1, rate=0.0))
 
 
 class TestEveryWrapper(Around):
