@@ -85,6 +85,7 @@ class FaultySystem(FileSystem):
         self._rng: random.Random | None = None
         self._rate = 0.0
         self._paths: dict[int, str] = {}
+        self._taken: set[str] = set()
 
     def hold(self, *calls: str) -> None:
         self._free.clear()
@@ -97,6 +98,10 @@ class FaultySystem(FileSystem):
 
     def random_faults(self, rate: float, seed: int) -> None:
         self._rate, self._rng = rate, random.Random(seed)
+
+    def took_away(self, path: Path) -> bool:
+        """Whether the tier removed or moved the file since it was written."""
+        return str(path) in self._taken
 
     def now(self) -> float:
         return super().now() if self.wall is None else self.wall
@@ -146,7 +151,9 @@ class FaultySystem(FileSystem):
 
     def rename(self, source: str, target: str) -> None:
         self._before("rename", target)
+        self._taken.add(source)
         super().rename(source, target)
+        self._taken.discard(target)
 
     def link(self, source: str, target: str) -> None:
         self._before("link", target)
@@ -154,6 +161,7 @@ class FaultySystem(FileSystem):
 
     def unlink(self, path: str) -> None:
         self._before("unlink", path)
+        self._taken.add(path)
         super().unlink(path)
 
     def mkdir(self, path: str) -> None:

@@ -161,7 +161,6 @@ class FsTier(Tier):
             if core.health.stops_loads:
                 return [False] * len(keys)
             removed = await core.remove(call, list(dict.fromkeys(keys)), fenced=False)
-            core.announce(removed)
             return [key in removed for key in keys]
 
     def keys(self) -> list[Key]:
@@ -285,7 +284,7 @@ class FsTier(Tier):
             excess = core.excess(min(sum(sizes), core.capacity))
             if excess > 0 and core.shared.evicts:
                 victims = core.index.oldest(excess, keep)
-                core.announce(await core.remove(call, victims, fenced=True))
+                await core.remove(call, victims, fenced=True)
             left = core.room() or 0
             admitted, claim = [], 0
             for item, size in zip(items, sizes, strict=True):
@@ -389,7 +388,7 @@ class FsTier(Tier):
             elif d.outcome is Outcome.CORRUPT:
                 # Of two that find it damaged at one time, one says so.
                 dropped = core.drop(item.key)
-                if dropped if item.key in known else d.set_aside:
+                if dropped or (item.key not in known and d.set_aside):
                     gone.append(item.key)
                 core.counters["corrupt"] += d.set_aside
             elif d.outcome is Outcome.MISSING and item.key in known and core.drop(item.key):

@@ -247,15 +247,13 @@ class Core:
             return False
         victims = self.index.oldest(max(nbytes, self.index.used // 50), keep)
         # Where the disk is too full for a first lease, one batch goes without.
-        removed = await self.remove(call, victims, fenced=self.shared.evicts)
-        self.announce(removed)
-        return bool(removed)
+        return bool(await self.remove(call, victims, fenced=self.shared.evicts))
 
     async def remove(
         self, call: Call, keys: Sequence[Key], fenced: bool, counter: str = "evicted"
     ) -> dict[Key, None]:
-        """Unlink; those that were there, or that we believed to be, in order. `fenced`: only
-        while we are the evictor."""
+        """Unlink and announce; those that were there, or that we believed to be, in order.
+        `fenced`: only while we are the evictor."""
         removed: dict[Key, None] = {}
         for start in range(0, len(keys), _FENCED):
             batch = keys[start : start + _FENCED]
@@ -272,8 +270,9 @@ class Core:
                     continue
                 dropped = self.drop(key)
                 # Of two that remove it at one time, one says so.
-                if dropped if key in known else d.outcome is Outcome.PRESENT:
+                if dropped or (key not in known and d.outcome is Outcome.PRESENT):
                     removed[key] = None
+        self.announce(removed)
         self.counters[counter] += len(removed)
         self.shared.removed(removed, self.now())
         if removed:

@@ -173,9 +173,12 @@ class Health:
             for condition in [c for c in self._troubles if _RULES[c].stops_loads]:
                 self.end(condition)
         known = self._troubles.get(found)
-        self.begin(found, why)
         if known is not None:
             known.why = why
+        elif _RULES[found].stops_loads and not self.stops_loads:
+            self.failed(found, why)  # a probe of stores that fails in another way
+        else:
+            self.begin(found, why)
         for trouble in self._troubles.values():
             if trouble.probe_at <= self._clock():
                 trouble.probe_at = self._clock() + trouble.backoff.next()

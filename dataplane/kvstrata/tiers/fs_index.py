@@ -16,12 +16,14 @@ from typing import NamedTuple
 
 from kvstrata.keys import Key
 
-__all__ = ["Found", "Held", "Index"]
+__all__ = ["SKEW", "Found", "Held", "Index"]
 
 # Accesses of one moment still have an order, which a file's time can tell.
 _TICK = 1e-6
 # As `relatime` of mount: a file's time that is younger than this is good enough.
 _FRESH = 60.0
+SKEW = 60.0
+"""Times further in the future than this, of a clock that was set, are not believed."""
 
 
 class Held(NamedTuple):

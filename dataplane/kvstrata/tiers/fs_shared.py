@@ -135,8 +135,8 @@ class Shared:
         for use in uses:
             for writer in use.heard:
                 most[writer] = max(most.get(writer, 0), use.limit(writer))
-        most.pop(self._root.writer, None)
-        return sum(max(0, limit - self._heard.get(w, 0)) for w, limit in most.items())
+        others = (most.keys() & self._writers.keys()) - {self._root.writer}
+        return sum(max(0, most[w] - self._heard.get(w, 0)) for w in others)
 
     def take_pending(self) -> list[Record]:
         """What there is to tell, at least our total if the evictor lacks it."""

@@ -39,7 +39,8 @@ class _Job(Generic[T, R]):
         self.work = work
         self.todo = deque(enumerate(batch))
         self.done = [late] * len(batch)
-        self.active = 0
+        self.active = 0  # threads on an item of it,
+        self.lost = 0  # and those of them that were given up
         self.error: BaseException | None = None
         self._loop = asyncio.get_running_loop()
         self.finished = self._loop.create_future()
@@ -62,7 +63,7 @@ class _Thread(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._go = run
         self.since: float | None = None
-        self.call: Call | None = None
+        self.job: _Job[Any, Any] | None = None
         self.lost = False
 
     def run(self) -> None:
@@ -101,7 +102,7 @@ class Workers:
 
         With `memory` the call is not left before its last thread has, whatever the deadline and
         cancelled or not: the caller is told so by `call.cancelled`. Without, items still in work
-        at the deadline are `late` too.
+        at the deadline, or with a thread that was given up, are `late` too.
         """
         if not batch:
             return []
@@ -116,7 +117,9 @@ class Workers:
                 with self._lock:
                     job.todo.clear()
                     self._forget(job)
-                    if job.over or not memory:
+                    if job.over or (not memory and job.active <= job.lost):
+                        break
+                    if not memory and call.left() <= 0:
                         break
         with self._lock:
             if job.error is not None:
@@ -137,6 +140,8 @@ class Workers:
             for thread in [t for t in self._threads if self._is_stuck(t, now, seconds)]:
                 if len(self._lost) < _MOST_LOST * self._count:
                     thread.lost = True
+                    if thread.job is not None:
+                        thread.job.lost += 1
                     self._threads.discard(thread)
                     self._lost.add(thread)
             self._spawn()
@@ -154,10 +159,10 @@ class Workers:
             self._work.notify_all()
 
     def _is_stuck(self, thread: _Thread, now: float, seconds: float) -> bool:
-        if thread.since is None or thread.call is None:
+        if thread.since is None or thread.job is None:
             return False
         busy = now - thread.since
-        return busy >= seconds or (busy >= seconds / 5 and thread.call.over())
+        return busy >= seconds or (busy >= seconds / 5 and thread.job.call.over())
 
     def _put(self, job: _Job[Any, Any]) -> None:
         with self._lock:
@@ -203,13 +208,14 @@ class Workers:
                         job.wake()
                     continue
                 job.active += 1
-                thread.since, thread.call = now, job.call
+                thread.since, thread.job = now, job
             try:
                 result, error = job.work(taken[1]), None
             except BaseException as e:
                 result, error = job.done[taken[0]], e
             with self._lock:
-                thread.since = thread.call = None
+                thread.since = thread.job = None
+                job.lost -= thread.lost
                 job.done[taken[0]] = result
                 job.error = job.error or error
                 job.active -= 1

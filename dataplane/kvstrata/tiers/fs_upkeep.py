@@ -18,7 +18,7 @@ from kvstrata.keys import Key
 from kvstrata.tiers.calls import Call
 from kvstrata.tiers.fs_core import Core
 from kvstrata.tiers.fs_health import Condition, condition_of
-from kvstrata.tiers.fs_index import Found
+from kvstrata.tiers.fs_index import SKEW, Found
 from kvstrata.tiers.fs_news import REMOVED, TOTAL, Record
 from kvstrata.tiers.fs_root import RootGone
 from kvstrata.tiers.fs_shared import Exchange
@@ -215,8 +215,7 @@ class Upkeep:
                 if len(self._removed) > _MOST_REMOVED:
                     self._removed.popitem(last=False)
             elif record.what != TOTAL and record.time > self._removed.get(key, 0.0):
-                # No clock of another host makes a chunk younger than young.
-                core.index.learn(key, record.disk_bytes, min(record.time, core.now()))
+                core.index.learn(key, record.disk_bytes, min(record.time, core.now() + SKEW))
         core.announce(gone)
 
     async def _evict(self) -> None:
@@ -227,11 +226,11 @@ class Upkeep:
         call = Call(core.clock, core.clock() + core.options.deadline)
         if core.options.ttl is not None:
             old = core.index.expired(core.now() - core.options.ttl, _EXPIRE_MOST)
-            core.announce(await core.remove(call, old, fenced=True, counter="expired"))
+            await core.remove(call, old, fenced=True, counter="expired")
         excess = core.excess(0)
         if excess > 0:
-            victims = core.index.oldest(excess)
-            core.announce(await core.remove(call, victims, fenced=True))
+            await core.remove(call, core.index.oldest(excess), fenced=True)
+        _end_if_cancelled(call)
 
     async def flush(self) -> None:
         """Keep the times of accesses in the files' own."""
@@ -242,6 +241,7 @@ class Upkeep:
         core.shared.used((key, core.index.bytes_of(key), time) for key, time in times)
         call = Call(core.clock, core.clock() + core.options.stuck_after)
         await core.walkers.spread(call, self._write_access, times, None, memory=False)
+        _end_if_cancelled(call)
 
     def _write_access(self, pair: tuple[Key, float]) -> None:
         """In a thread. What can't be kept is only an age."""
@@ -277,6 +277,7 @@ class Upkeep:
                 batch = steps[at : at + _STEPS]
                 call = Call(core.clock, core.clock() + core.options.deadline)
                 done = await core.walkers.spread(call, self._look, batch, None, memory=False)
+                _end_if_cancelled(call)
                 for step in done:
                     if step is None:
                         return  # later again
@@ -343,3 +344,9 @@ class Upkeep:
             self._core.shared.tidy()
         except OSError as e:
             _log.warning("fs tier at %s: %s", self._core.root.path, e)
+
+
+def _end_if_cancelled(call: Call) -> None:
+    """Threads keep a cancelled task until what they did is settled."""
+    if call.cancelled:
+        raise asyncio.CancelledError

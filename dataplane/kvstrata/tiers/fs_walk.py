@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvstrata.keys import DIGEST_BYTES, Key
 from kvstrata.tiers.fs_files import plausible
 from kvstrata.tiers.fs_format import key_of, namespace_of
-from kvstrata.tiers.fs_index import Found
+from kvstrata.tiers.fs_index import SKEW, Found
 from kvstrata.tiers.fs_quarantine import Quarantine
 from kvstrata.tiers.fs_root import Root, disk_bytes
 
@@ -51,7 +51,7 @@ def folders(root: Root) -> list[Folder]:
 def look(root: Root, quarantine: Quarantine, folder: Folder) -> Step:
     """One step: what is in a folder. Raises `OSError`."""
     namespace = bytes.fromhex(folder.namespace)
-    now = root.system.now()  # a time to come, of a clock that was set, must not count for ever
+    latest = root.system.now() + SKEW
     found: list[Found] = []
     broken = 0
     for inner in _swept(root, root.at(f"{folder.namespace}/{folder.outer}")):
@@ -70,7 +70,7 @@ def look(root: Root, quarantine: Quarantine, folder: Folder) -> Step:
             except FileNotFoundError:
                 continue
             if plausible(stat):
-                found.append(Found(min(stat.st_mtime, now), key, disk_bytes(stat)))
+                found.append(Found(min(stat.st_mtime, latest), key, disk_bytes(stat)))
             else:
                 broken += _set_aside(quarantine, entry)
     return Step(found, broken)
