@@ -19,6 +19,7 @@ from kvstrata.config import (
     parse_seconds,
 )
 from kvstrata.tiers.fs_options import FsOptions
+from kvstrata.tiers.obj_options import ObjOptions
 
 HEAD = """\
 # Settings
@@ -64,7 +65,9 @@ def document() -> str:
     parts.append(f"## Tiers\n\n{_text(TierSettings)}\n")
     parts += [*_table(TierSettings), "", f"In `wrap`: {_text(WrapSettings)}", ""]
     parts.append("### `fs`\n\nA file system, local or shared by several nodes.\n")
-    parts += _table(FsOptions)
+    parts += [*_table(FsOptions), ""]
+    parts.append(f"### `obj`\n\n{_text(ObjOptions)} How it behaves: [obj.md](obj.md).\n")
+    parts += _table(ObjOptions)
     return "\n".join(parts).rstrip() + "\n"
 
 

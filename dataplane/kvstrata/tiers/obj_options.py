@@ -28,8 +28,9 @@ _Rate = Annotated[ByteSize, Field(ge=1)]
 
 
 class ObjOptions(BaseModel):
-    """Options of an obj tier. Credentials come from the usual chain of AWS tools: environment,
-    shared files (`profile`), web identity, container and instance roles; never from here."""
+    """A bucket of an S3-compatible store, which several nodes may share. Credentials come from the
+    usual chain of AWS tools: environment, shared files (`profile`), web identity, container and
+    instance roles; never from here."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
