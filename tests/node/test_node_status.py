@@ -18,7 +18,8 @@ from kvstrata.client import Client
 from kvstrata.config import HostSettings, NodeSettings, TierSettings
 from kvstrata.errors import ConfigError
 from kvstrata.keys import Key
-from kvstrata.node.process import Node, run_node
+from kvstrata.node.process import Node
+from kvstrata.node.run import run_node
 from kvstrata.tiers.base import Item, Outcome, Tier, TierContext, Usage
 
 

@@ -22,7 +22,8 @@ from tier_kit import NAMESPACE, PAGE, TroubledTier, key, payload, put
 from kvstrata.client import Client
 from kvstrata.config import HostSettings, NodeSettings, TierSettings
 from kvstrata.errors import ConfigError
-from kvstrata.node.process import Node, run_node
+from kvstrata.node.process import Node
+from kvstrata.node.run import run_node
 from kvstrata.testing.waiting import eventually, until
 from kvstrata.tiers.base import Tier, TierContext
 from kvstrata.tiers.wrappers.base import Wrapper

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvstrata.cli.flags import settings_from
 from kvstrata.config import NodeSettings
-from kvstrata.node.process import run_node
+from kvstrata.node.run import run_node
 
 __all__ = ["main"]
 

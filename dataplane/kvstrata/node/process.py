@@ -1,21 +1,14 @@
-"""A node: the region, the tiers and the ports of one host, put together and taken apart.
-
-`Node` is the object, `run_node` the process around it: it runs until a signal or, for a private
-node, until its standard input closes.
-"""
+"""A node: the region, the tiers and the ports of one host, put together and taken apart."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import logging
 import os
 import secrets
-import signal
-import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +19,7 @@ from kvstrata.config import NodeSettings
 from kvstrata.errors import ConfigError
 from kvstrata.keys import DIGEST_BYTES, Key, Namespace
 from kvstrata.node.breaker import Kind
+from kvstrata.node.ending import Ending
 from kvstrata.node.engine_port import EnginePort
 from kvstrata.node.events import EventPublisher
 from kvstrata.node.grants import Grants
@@ -44,7 +38,7 @@ from kvstrata.tiers.peer import PeerTier
 from kvstrata.tiers.peer_links import PeerLinks
 from kvstrata.transports import Transport, start_transports
 
-__all__ = ["Node", "run_node"]
+__all__ = ["Node"]
 
 T = TypeVar("T")
 
@@ -55,8 +49,6 @@ _DRAIN_SECONDS = 5.0
 _SCRAPE_SECONDS = 5.0
 # Transports give up what is late themselves, after 2 s.
 _PEER_GRACE = 5.0
-# However late it is, each part of a node is given this long to end.
-_LEAST_SECONDS = 0.5
 
 
 class Node:
@@ -69,10 +61,7 @@ class Node:
         self.supervisor = Supervisor()
         self._clock = time.monotonic
         self._began = self._clock()
-        self.stuck: list[str] = []
-        """Parts that did not end when the node was closed, and may touch the region still."""
-        self._ends = 0.0
-        self._stack = contextlib.AsyncExitStack()
+        self._ending = Ending(self._clock, settings.stop_deadline)
         self._links: PeerLinks | None = None
         self._peers: PeerPort | None = None
         self._transports: list[Transport] = []
@@ -99,30 +88,17 @@ class Node:
         What hangs is left behind and named in `stuck`; the region then stays mapped, without its
         file, because there may be a thread that writes to it.
         """
-        self._ends = self._clock() + self.settings.stop_deadline
-        await self._stack.aclose()
+        await self._ending.close()
 
-    def _at_end(self, what: str, end: Callable[[], Awaitable[object]]) -> None:
-        """When this node is closed call `end`, and wait for it as long as there is time."""
-
-        async def bounded() -> None:
-            ending = asyncio.ensure_future(end())
-            await asyncio.wait({ending}, timeout=self._time_left())
-            if ending.done():
-                ending.result()
-            else:
-                self.stuck.append(what)
-                _log.error("%s did not end in time", what)
-
-        self._stack.push_async_callback(bounded)
-
-    def _time_left(self) -> float:
-        return max(_LEAST_SECONDS, self._ends - self._clock())
+    @property
+    def stuck(self) -> list[str]:
+        """Parts that did not end when the node was closed, and may touch the region still."""
+        return self._ending.stuck
 
     async def _close_store(self) -> None:
         # Less than is waited for it: it is to say itself what is stuck.
-        stuck = await self.store.close(0.8 * self._time_left())
-        self.stuck += [f"tier {name}" for name in stuck]
+        stuck = await self.store.close(0.8 * self._ending.time_left)
+        self._ending.stuck += [f"tier {name}" for name in stuck]
 
     def _close_region(self) -> None:
         if self.stuck:
@@ -136,7 +112,8 @@ class Node:
     async def _open(self) -> None:
         settings, host = self.settings, self.settings.host
         socket = settings.socket_path
-        self._stack.callback(_release, _lock(socket))
+        lock = _lock(socket)
+        self._ending.add_quick(lambda: os.close(lock))
         for name in await asyncio.to_thread(sweep, host.shm_dir):
             _log.warning("removed region %s of a node that died", name)
         region = Region.create(
@@ -149,24 +126,24 @@ class Node:
             numa_node=host.numa_node,
         )
         self.region = region
-        self._stack.callback(self._close_region)
+        self._ending.add_quick(self._close_region)
         if host.populate:
             # Closing the region ends it, should the start be cancelled.
             await asyncio.to_thread(region.populate)
         self.store = Store(region.view, host, self.namespaces, self._clock)
         self.store.placements.enabled = bool(settings.control.url)
         await self._open_events()
-        self._at_end("store", self._close_store)
+        self._ending.add("store", self._close_store)
         self.grants = Grants(self.store, settings.peers.lease_ttl)
         await self._open_peers()
         await self._open_tiers()
-        self._at_end("loops", self.supervisor.stop)
+        self._ending.add("loops", self.supervisor.stop)
         for n, publisher in enumerate(self.events):
             self.supervisor.start(f"events {n}", publisher.run)
             self.supervisor.start(f"event replays {n}", publisher.serve_replays)
-        self._at_end("cascades", lambda: self.store.quiesce(self.settings.stop_deadline / 5))
+        self._ending.add("cascades", lambda: self.store.quiesce(self.settings.stop_deadline / 5))
         self.engines = EnginePort(socket, self.store, self._welcome, self.status)
-        self._at_end("engine port", self.engines.close)
+        self._ending.add("engine port", self.engines.close)
         await self.engines.start()
         if settings.metrics:
             await self._open_metrics()
@@ -174,7 +151,7 @@ class Node:
         self.supervisor.start("expiry", self._expire)
         for cascade in self.store.cascades:
             self.supervisor.start(f"cascade to {cascade.tier.name}", cascade.run)
-        self._at_end("drain", self._drain)
+        self._ending.add("drain", self._drain)
         if settings.control.url:
             await self._open_reporter()
 
@@ -182,7 +159,7 @@ class Node:
         """First of all that stores: publishers hear of everything from the beginning."""
         for settings in self.settings.events:
             publisher = EventPublisher(settings, self.namespaces.get)
-            self._stack.push_async_callback(publisher.close)
+            self._ending.add("events", publisher.close)
             await publisher.start()
             self.events.append(publisher)
         self.store.placements.watchers.extend(self.events)
@@ -196,16 +173,16 @@ class Node:
             peers.transports, self.region.view, self.grants.authorize, listen_host
         )
         for transport in self._transports:
-            self._at_end(f"transport {transport.name}", transport.close)
+            self._ending.add(f"transport {transport.name}", transport.close)
         self._links = PeerLinks(peers, self.settings.id, self.incarnation, self._transports)
-        self._at_end("peer links", self._links.close)
+        self._ending.add("peer links", self._links.close)
         self.pulls = Pulls(self.store, self._links)
-        self._at_end("pulls", self.pulls.close)
+        self._ending.add("pulls", self.pulls.close)
         if peers.listen:
             port = PeerPort(
                 peers, self.settings.id, self.incarnation, self.grants, self._transports
             )
-            self._at_end("peer port", port.close)
+            self._ending.add("peer port", port.close)
             await port.start()
             self._peers = port
 
@@ -268,14 +245,14 @@ class Node:
             server.server_close()
             thread.join()
 
-        self._at_end("metrics", lambda: asyncio.to_thread(stop))
+        self._ending.add("metrics", lambda: asyncio.to_thread(stop))
 
     async def _open_reporter(self) -> None:
         from kvstrata.node.reporter import Reporter
 
         self.reporter = Reporter(self.settings.control, self)
         self.supervisor.start("reporter", self.reporter.run)
-        self._at_end("reporter", self.reporter.close)
+        self._ending.add("reporter", self.reporter.close)
 
     async def _expire(self) -> None:
         while True:
@@ -422,55 +399,6 @@ class Node:
         return await self.store.drop(tiers, list(dict.fromkeys(keys)))
 
 
-async def run_node(
-    settings: NodeSettings, ended: Callable[[Sequence[str]], object] = lambda stuck: None
-) -> None:
-    """Run a node until SIGTERM, SIGINT or (`exit_with_stdin`) the end of standard input.
-
-    `ended` is told when it is over, and what is stuck: the end of the event loop and of the
-    interpreter would wait for that without end.
-    """
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
-    if settings.exit_with_stdin:
-        _watch_stdin(loop, stop)
-    node = Node(settings)
-    # A start can take long, and must be stoppable.
-    starting, stopping = asyncio.create_task(node.open()), asyncio.create_task(stop.wait())
-    try:
-        try:
-            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopping.cancel()
-            if not starting.done():
-                starting.cancel()
-                await asyncio.wait({starting})
-        if starting.cancelled():
-            return
-        starting.result()
-        try:
-            _log.info("node %s serves engines at %s", settings.id, settings.socket_path)
-            await stop.wait()
-        finally:
-            await node.close()
-    finally:
-        ended(node.stuck)
-
-
-def _watch_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    def wait_for_end() -> None:
-        # Not through sys.stdin: its lock would be held at interpreter exit.
-        with contextlib.suppress(OSError):
-            while os.read(0, 4096):
-                pass
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(stop.set)
-
-    threading.Thread(target=wait_for_end, name="kvstrata-stdin", daemon=True).start()
-
-
 def _lock(socket: Path) -> int:
     """Make the socket this process's own for life. Raises `ConfigError` if another node has it."""
     socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -485,7 +413,3 @@ def _lock(socket: Path) -> int:
             f"another node serves {socket}: stop it, or give this one its own `id` or `socket`"
         ) from e
     return fd
-
-
-def _release(fd: int) -> None:
-    os.close(fd)

@@ -1,0 +1,68 @@
+"""The process around a node: it runs until a signal or, for a private node, until its standard
+input closes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+
+from kvstrata.config import NodeSettings
+from kvstrata.node.process import Node
+
+__all__ = ["run_node"]
+
+_log = logging.getLogger(__name__)
+
+
+async def run_node(
+    settings: NodeSettings, ended: Callable[[Sequence[str]], object] = lambda stuck: None
+) -> None:
+    """Run a node until SIGTERM, SIGINT or (`exit_with_stdin`) the end of standard input.
+
+    `ended` is told when it is over, and what is stuck: the end of the event loop and of the
+    interpreter would wait for that without end.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    if settings.exit_with_stdin:
+        _watch_stdin(loop, stop)
+    node = Node(settings)
+    # A start can take long, and must be stoppable.
+    starting, stopping = asyncio.create_task(node.open()), asyncio.create_task(stop.wait())
+    try:
+        try:
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            if not starting.done():
+                starting.cancel()
+                await asyncio.wait({starting})
+        if starting.cancelled():
+            return
+        starting.result()
+        try:
+            _log.info("node %s serves engines at %s", settings.id, settings.socket_path)
+            await stop.wait()
+        finally:
+            await node.close()
+    finally:
+        ended(node.stuck)
+
+
+def _watch_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    def wait_for_end() -> None:
+        # Not through sys.stdin: its lock would be held at interpreter exit.
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(stop.set)
+
+    threading.Thread(target=wait_for_end, name="kvstrata-stdin", daemon=True).start()
