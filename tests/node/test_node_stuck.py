@@ -19,6 +19,7 @@ import pytest
 from pydantic import ByteSize, ValidationError
 from tier_kit import NAMESPACE, PAGE, TroubledTier, key, payload, put
 
+from kvstrata.cli.status import main as show_status
 from kvstrata.client import Client
 from kvstrata.config import HostSettings, NodeSettings, TierSettings
 from kvstrata.errors import ConfigError
@@ -92,7 +93,9 @@ async def test_a_node_whose_tiers_are_well_unmaps_its_region(tmp_path: Path) -> 
         node.region.view[:1]
 
 
-async def test_health_says_which_tier_what_and_since_when(tmp_path: Path) -> None:
+async def test_health_says_which_tier_what_and_since_when(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = settings(
         tmp_path,
         {"name": "bad", "grace": 0.1, "lookup_deadline": 0.1},
@@ -120,6 +123,9 @@ async def test_health_says_which_tier_what_and_since_when(tmp_path: Path) -> Non
     # A node with a bad tier is of use: whoever restarts what is not well must not restart it.
     assert told.status_code == 200
     assert told.json() == {"status": "degraded", "detail": detail}
+    assert await asyncio.to_thread(show_status, ["--socket", str(tmp_path / "a.sock")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "degraded: no lookup" in shown
     bad.release()
     await until(lambda: node.health()[0])
     await node.close()
