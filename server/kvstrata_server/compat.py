@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from kvstrata.api import NodeState
 from kvstrata.errors import Busy, Missing
@@ -162,7 +163,9 @@ def _reached(cluster: Cluster, keys: Sequence[Key]) -> dict[str, tuple[int, int]
     reach = cluster.reach(cluster.up())
     going: dict[str, tuple[int, int]] | None = None
     ended: dict[str, tuple[int, int]] = {}
-    for holders in cluster.index.holders(keys):
+    # Neighbours mostly have the same holders, and may be counted together.
+    for holders, run in groupby(cluster.index.holders(keys)):
+        length = sum(1 for _ in run)
         tiers: dict[str, set[str]] = {}
         for location in holders:
             for node, tier in reach.get(location, ()):
@@ -172,9 +175,9 @@ def _reached(cluster: Cluster, keys: Sequence[Key]) -> dict[str, tuple[int, int]
         for node, (cpu, disk) in list(going.items()):
             here = tiers.get(node, set())
             if HOST in here and cpu == disk:
-                going[node] = (cpu + 1, disk + 1)
+                going[node] = (cpu + length, disk + length)
             elif here - {HOST}:
-                going[node] = (cpu, disk + 1)
+                going[node] = (cpu, disk + length)
             else:
                 ended[node] = going.pop(node)
         if not going:

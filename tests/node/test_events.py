@@ -253,6 +253,16 @@ async def test_a_reader_that_does_not_read_is_given_up() -> None:
         lazy.close()
 
 
+async def test_a_bug_here_harms_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("a bug")
+
+    async with publishing() as here:
+        monkeypatch.setattr(here.publisher._book, "added", fail)
+        here.publisher.added("host", [key(0)])
+        assert here.publisher.status["missed"] == 1
+
+
 @pytest.mark.parametrize("name", ["listen", "replay"])
 def test_strangers_are_kept_out_unless_one_insists(name: str) -> None:
     address = {"listen": "tcp://127.0.0.1:0", name: "tcp://0.0.0.0:0"}

@@ -75,7 +75,8 @@ class EventPublisher:
                     f"events at {address}: they tell the tokens of every prompt to whoever "
                     "connects. Listen on 127.0.0.1, or set `unprotected` on a network you trust"
                 )
-        self.counters = {"batches": 0, "events": 0, "replays": 0, "states": 0, "given_up": 0}
+        self.counters = {"batches": 0, "events": 0, "replays": 0, "states": 0}
+        self.counters |= {"given_up": 0, "missed": 0}
         self.address = ""
         self.replay_address = ""
         self._settings = settings
@@ -138,13 +139,21 @@ class EventPublisher:
     # ------------------------------------------------------------ what the node tells
 
     def added(self, location: str, keys: Sequence[Key]) -> None:
-        self._book.added(location, keys)
+        self._note(self._book.added, location, keys)
 
     def removed(self, location: str, keys: Sequence[Key]) -> None:
-        self._book.removed(location, keys)
+        self._note(self._book.removed, location, keys)
 
     def told(self, tells: Iterable[wire.Told]) -> None:
-        self._book.tell(tells)
+        self._note(self._book.tell, tells)
+
+    def _note(self, note: Callable[..., None], *what: object) -> None:
+        # Whoever tells us is in the middle of its own work, which is worth more than ours.
+        try:
+            note(*what)
+        except Exception:
+            _log.exception("a change is missing from the KV events at %s", self.address)
+            self.counters["missed"] += 1
 
     @property
     def at(self) -> EventsAt:

@@ -46,8 +46,20 @@ class _Asked(BaseModel):
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
 
+def _example(**fields: Any) -> ConfigDict:
+    return ConfigDict(json_schema_extra={"examples": [fields]})
+
+
 class InstanceRegistration(_Asked):
     """POST /register"""
+
+    model_config = _example(
+        instance_id=1,
+        endpoint="tcp://10.0.0.7:5557",
+        replay_endpoint="tcp://10.0.0.7:5558",
+        model_name="Qwen/Qwen3-32B",
+        block_size=16,
+    )
 
     instance_id: _Id
     endpoint: _Name
@@ -62,6 +74,8 @@ class InstanceRegistration(_Asked):
 
 class InstanceRemoval(_Asked):
     """POST /unregister"""
+
+    model_config = _example(instance_id=1, model_name="Qwen/Qwen3-32B")
 
     instance_id: _Id
     model_name: _Model
@@ -89,6 +103,8 @@ class _Query(_Asked):
 class PrefixQuery(_Query):
     """POST /query"""
 
+    model_config = _example(model_name="Qwen/Qwen3-32B", token_ids=[9707, 11, 1879, 0])
+
     token_ids: Annotated[
         list[Annotated[int, Field(ge=0, lt=1 << 32)]], Field(max_length=_MOST_TOKENS)
     ]
@@ -99,6 +115,8 @@ class PrefixQuery(_Query):
 
 class HashQuery(_Query):
     """POST /query_by_hash: one of the two lists. Only for namespaces that hash by `xxh3`."""
+
+    model_config = _example(model_name="Qwen/Qwen3-32B", block_hashes=[-3803038268031200164])
 
     block_hashes: Annotated[list[_U64], Field(max_length=_MOST_TOKENS)] | None = None
     """Dynamo's: of each block by itself."""
