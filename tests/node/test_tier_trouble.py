@@ -307,3 +307,32 @@ async def test_somebody_elses_tier_that_hangs(tmp_path: Path) -> None:
 
     tier = {"type": "test_tier_trouble:Naive", "root": str(tmp_path / "naive")}
     await with_engine(tmp_path, [tier], work)
+
+
+async def test_a_node_ends_while_its_mount_hangs(tmp_path: Path) -> None:
+    settings = NodeSettings(
+        id="a",
+        socket=tmp_path / "a.sock",
+        host=HostSettings(capacity=ByteSize(PAGES * PAGE), shm_dir=tmp_path),
+        tiers=[TierSettings(type="test_tier_trouble:HungFs", root=str(tmp_path / "fs"))],  # type: ignore[call-arg]
+        stop_deadline=1.0,
+    )
+    node = await Node.start(settings)
+
+    def engine() -> None:
+        with Client.connect(tmp_path / "a.sock", "engine", namespace=NAMESPACE) as client:
+            HungFs.system.free.clear()
+            Engine(client).write(*range(4))
+
+    try:
+        await asyncio.to_thread(engine)
+        began = asyncio.get_running_loop().time()
+        await node.close()
+        assert asyncio.get_running_loop().time() - began < 4
+        assert node.stuck == ["tier fs"]
+        assert node.region.view[PAGE - 1] == payload(0)[-1]  # mapped still
+        assert not node.region.path.exists()
+    finally:
+        HungFs.system.free.set()
+    [tier] = node.store.guards
+    assert await tier.close(10)
