@@ -221,6 +221,31 @@ async def test_a_store_that_is_away_at_the_start(
     assert await load(late, 0) == [LOADED]
 
 
+async def test_a_store_that_is_overloaded_at_the_start(
+    opened: Callable[..., Any], fate: Turn, seaweedfs: S3, tmp_path: Path
+) -> None:
+    fate.always = gives(refusal(503, "SlowDown"))
+    late = await opened(attempts=2)
+    assert not late.usage().healthy
+    assert seaweedfs.names(tmp_path.name) == []
+    fate.always = None
+    await until(lambda: late.usage().healthy)
+    assert seaweedfs.names(tmp_path.name) == [f"{tmp_path.name}/store.json"]
+    assert await late.store(items(0)) == [STORED]
+
+
+async def test_a_store_that_goes_away_while_nobody_asks(
+    opened: Callable[..., Any], proxy: Proxy
+) -> None:
+    tier = await opened(refresh="50ms")
+    await proxy.stop()
+    await until(lambda: not tier.usage().healthy)
+    assert await tier.evict([key(0)]) == [False]
+    await proxy.start()
+    await until(lambda: tier.usage().healthy)
+    await until(lambda: not tier.usage().detail.startswith("listing"))
+
+
 @pytest.mark.parametrize(
     ("answer", "says"),
     [

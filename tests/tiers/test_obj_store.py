@@ -181,6 +181,11 @@ async def test_a_bucket_that_is_not_there(s3: S3, opened: Open) -> None:
         await opened(s3._replace(bucket="no-such-bucket-here"))
 
 
+async def test_a_bucket_that_can_not_be(moto: S3, opened: Open) -> None:
+    with pytest.raises(ConfigError, match="obj tier: "):
+        await opened(moto._replace(bucket="No_Such.Bucket!"))
+
+
 async def test_credentials_that_are_refused(
     seaweedfs: S3, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,6 @@ import contextlib
 import importlib.util
 import logging
 import time
-import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ from kvstrata.tiers.obj_chunks import ChunkObjects
 from kvstrata.tiers.obj_client import ObjectClient
 from kvstrata.tiers.obj_conditions import Condition, Fault, Unsupported
 from kvstrata.tiers.obj_health import Health
+from kvstrata.tiers.obj_identity import identify
 from kvstrata.tiers.obj_index import Index
 from kvstrata.tiers.obj_listing import Listing
 from kvstrata.tiers.obj_options import ObjOptions
@@ -43,13 +43,6 @@ _log = logging.getLogger(__name__)
 
 _OPENING = 10.0
 _GRACE = 2.0
-
-_ADVICE = {
-    Condition.DENIED: "allow GetObject, PutObject, DeleteObject, AbortMultipartUpload, ListBucket "
-    "and ListBucketMultipartUploads, and check credentials and clock",
-    Condition.UNTRUSTED: "give its authority as `ca`, and the name it is made out to in `endpoint`",
-    Condition.NO_BUCKET: "create the bucket, or correct `bucket`, `endpoint` or `region`",
-}
 
 
 class ObjTier(Tier):
@@ -81,7 +74,12 @@ class ObjTier(Tier):
         self._health = Health(self._probe_store, Backoff(options.cool_off, 30 * options.cool_off))
         self._batches = Batches(thread, self._chunks, options)
         self._listing = Listing(
-            self._index, self._chunks, self._batches, self._aside, self._announce
+            self._index,
+            self._chunks,
+            self._batches,
+            self._aside,
+            self._announce,
+            self._health.failed,
         )
         self._claimed = 0  # bytes, by stores that have not settled
         self._evicting = asyncio.Lock()
@@ -171,6 +169,8 @@ class ObjTier(Tier):
 
     async def evict(self, keys: Sequence[Key]) -> list[bool]:
         with self._calls.running(None) as call:
+            if not self._health.well:
+                return [False] * len(keys)
             unique = dict.fromkeys(keys)
             await self._ask(call, [k for k in unique if self._index.there(k) is None])
             removed = await self._remove(call, [key for key in unique if key in self._index])
@@ -363,7 +363,8 @@ class ObjTier(Tier):
         errors = [d for d in done if d.error]
         if errors:
             self._counters["errors"] += sum(d.outcome is not Outcome.CORRUPT for d in errors)
-            _log.warning("obj tier: %d chunks, first of them: %s", len(errors), errors[0].error)
+            told = "%s tier: %d chunks, first of them: %s"
+            _log.warning(told, self.name, len(errors), errors[0].error)
         faults = [d.fault for d in errors if d.fault is not None]
         if any(not d.error and d is not LATE for d in done):
             self._health.succeeded()
@@ -384,19 +385,12 @@ class ObjTier(Tier):
                 raise asyncio.CancelledError
 
     async def _connect(self) -> None:
-        try:
-            await self._thread.run(self._client.open())
-            with self._aside(_OPENING) as call:
-                identity = await self._batches.one(call, self._chunks.identity(call))
-        except Fault as e:
-            if e.condition in _ADVICE:
-                raise ConfigError(f"obj tier: {e}: {_ADVICE[e.condition]}") from e
-            # Only the store could tell its name; this is what nodes with these options call it.
-            place = f"{self._options.endpoint}/{self._options.bucket}/{self._options.prefix}"
-            self.store_id = f"obj-{uuid.uuid5(uuid.NAMESPACE_URL, place)}"
-            self._health.failed(e)
-        else:
-            self.store_id = f"obj-{identity.id}"
+        await self._thread.run(self._client.open())
+        with self._aside(_OPENING) as call:
+            found = await identify(self._batches, self._chunks, call, self._options)
+        self.store_id = found.store_id
+        if found.fault is not None:
+            self._health.cool_off(found.fault)
 
     async def _probe_store(self) -> None:
         with self._aside(self._options.connect_timeout + 2.0) as call:

@@ -56,19 +56,22 @@ class Health:
     def failed(self, fault: Fault) -> None:
         """A request failed, tries included."""
         self._in_a_row += fault.condition.passing
-        if self._cooling is None and (
-            fault.condition.lasting or self._in_a_row >= _PASSING_IN_A_ROW
-        ):
+        if fault.condition.lasting or self._in_a_row >= _PASSING_IN_A_ROW:
+            self.cool_off(fault)
+
+    def cool_off(self, fault: Fault) -> None:
+        """Leave it alone, whatever it was, until a probe succeeds."""
+        if self._cooling is None:
             self._is(fault)
             _log.warning("obj tier answers miss until its store is back: %s", fault)
-            self._cooling = asyncio.get_running_loop().create_task(self._cool_off())
+            self._cooling = asyncio.get_running_loop().create_task(self._until_well())
 
     async def close(self) -> None:
         if self._cooling is not None:
             self._cooling.cancel()
             await asyncio.wait([self._cooling])
 
-    async def _cool_off(self) -> None:
+    async def _until_well(self) -> None:
         while True:
             await self._sleep(self._backoff.next())
             try:

@@ -13,12 +13,14 @@ from kvstrata.keys import Key
 from kvstrata.tiers.calls import Call
 from kvstrata.tiers.obj_batches import Batches
 from kvstrata.tiers.obj_chunks import ChunkObjects, ChunkPage
+from kvstrata.tiers.obj_conditions import Fault
 from kvstrata.tiers.obj_index import Index
 
 __all__ = ["Listing"]
 
 _log = logging.getLogger(__name__)
 
+_LONGEST_WAIT = 30.0  # seconds, after failures
 _SLICE = 10_000  # keys between two turns of the loop: a millisecond or two
 
 
@@ -32,12 +34,14 @@ class Listing:
         batches: Batches,
         a_call: Callable[[], AbstractContextManager[Call]],
         on_gone: Callable[[Sequence[Key]], None],
+        on_fault: Callable[[Fault], None],
     ) -> None:
         self._index = index
         self._chunks = chunks
         self._batches = batches
         self._a_call = a_call
         self._on_gone = on_gone
+        self._on_fault = on_fault
         self._complete = asyncio.Event()
         self.trouble = ""
 
@@ -47,7 +51,7 @@ class Listing:
 
     async def repeat(self, every: float, after: Callable[[], Awaitable[None]]) -> None:
         """List every so many seconds, `after` each one; sooner again after a failure."""
-        backoff = Backoff(base=min(1.0, every), cap=every)
+        backoff = Backoff(base=min(1.0, every), cap=min(_LONGEST_WAIT, every))
         while True:
             wait = every
             try:
@@ -58,6 +62,8 @@ class Listing:
             except Exception as e:
                 wait = backoff.next()
                 self.trouble = f"listing: {e}"
+                if isinstance(e, Fault):
+                    self._on_fault(e)
                 expected = isinstance(e, KVStrataError)
                 _log.warning("obj tier: listing its store: %s", e, exc_info=not expected)
             await asyncio.sleep(wait)
