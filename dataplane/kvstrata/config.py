@@ -354,6 +354,9 @@ class NodeSettings(_Settings):
     control: ControlSettings = ControlSettings()
     events: list[EventSettings] = []
     """Publishers of KV events: one for each engine endpoint that a router knows."""
+    event_memory: Path | None = None
+    """File that remembers what engines told of chunks, so that after a restart what is in stores is
+    published at once; empty: none, and it is published as engines tell of it again."""
     metrics: Listen = ""
     """`host:port` of the Prometheus endpoint; empty: none."""
     stop_deadline: Seconds = 15.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -150,6 +151,7 @@ class Cluster:
                 *("--host.capacity", str(32 * PAGE), "--peers.transports", '["tcp"]'),
                 *("--tiers", f'[{{"type": "fs", "root": "{folder}/fs-{node}"}}]'),
                 *("--control.url", self.server, "--control.heartbeat-interval", "0.5"),
+                *("--event-memory", str(self.memory(node))),
                 "--events",
                 f'[{{"listen": "tcp://127.0.0.1:{live}", "replay": "tcp://127.0.0.1:{replay}", '
                 f'"repeat": "200ms", "topic": "kv@{node}@{MODEL}"{extra}}}]',
@@ -190,6 +192,19 @@ class Cluster:
             "block_size": BLOCK,
         }
         eventually(lambda: tolerant(lambda: self.post(f"{at}/register", **body)))
+
+    def memory(self, node: str) -> Path:
+        """Where the node remembers what its engines told."""
+        return self.folder / f"told-{node}.sqlite"
+
+    def remembered(self, node: str) -> int:
+        """Of how many chunks."""
+        database = sqlite3.connect(f"file:{self.memory(node)}?mode=ro", uri=True)
+        try:
+            (count,) = database.execute("SELECT count(*) FROM told").fetchone()
+            return int(count)
+        finally:
+            database.close()
 
     def instance(self, node: str) -> int:
         return 1 + list(self.events).index(node)

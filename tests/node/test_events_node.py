@@ -117,6 +117,21 @@ async def test_a_store_that_survived_is_published_once_it_is_told_of(tmp_path: P
         await asyncio.to_thread(ask, node.events[0].replay_address)
 
 
+async def test_a_store_that_survived_is_published_by_what_is_remembered(tmp_path: Path) -> None:
+    def fill() -> None:
+        with Client.connect(tmp_path / "a.sock", "e", namespace=NAMESPACE) as client:
+            client.tell([told(0), told(1), told(2)])
+            store(client, 0, 1)
+
+    memory = tmp_path / "events.sqlite"
+    async with running(tmp_path, events=[EVENTS], event_memory=memory) as node:
+        await asyncio.to_thread(fill)
+    async with running(tmp_path, events=[EVENTS], event_memory=memory) as node:
+        address = node.events[0].replay_address
+        found = await asyncio.to_thread(announced, address)
+        assert found == {"CPU": [], "STORAGE": [100, 101]}
+
+
 @pytest.mark.parametrize(
     ("told_of", "message"),
     [

@@ -22,6 +22,7 @@ from kvstrata.node.breaker import Kind
 from kvstrata.node.ending import Ending
 from kvstrata.node.engine_port import EnginePort
 from kvstrata.node.events import EventPublisher
+from kvstrata.node.events_memory import EventMemory
 from kvstrata.node.grants import Grants
 from kvstrata.node.namespaces import Namespaces
 from kvstrata.node.opening import open_tier
@@ -47,6 +48,7 @@ _log = logging.getLogger(__name__)
 _EXPIRY_INTERVAL = 0.25
 _DRAIN_SECONDS = 5.0
 _SCRAPE_SECONDS = 5.0
+_RECALL = 512
 # Transports give up what is late themselves, after 2 s.
 _PEER_GRACE = 5.0
 
@@ -66,6 +68,7 @@ class Node:
         self._peers: PeerPort | None = None
         self._transports: list[Transport] = []
         self.events: list[EventPublisher] = []
+        self._memory: EventMemory | None = None
 
     @classmethod
     async def start(cls, settings: NodeSettings) -> Node:
@@ -138,6 +141,8 @@ class Node:
         await self._open_peers()
         await self._open_tiers()
         self._ending.add("loops", self.supervisor.stop)
+        if self._memory is not None:
+            await self._recall_events(self._memory)
         for n, publisher in enumerate(self.events):
             self.supervisor.start(f"events {n}", publisher.run)
             self.supervisor.start(f"event replays {n}", publisher.serve_replays)
@@ -163,6 +168,25 @@ class Node:
             await publisher.start()
             self.events.append(publisher)
         self.store.placements.watchers.extend(self.events)
+        if self.settings.event_memory is not None and self.events:
+            memory = EventMemory(self.settings.event_memory, self.namespaces.get)
+            self._ending.add("event memory", memory.close)
+            await memory.open()
+            self._memory = memory
+
+    async def _recall_events(self, memory: EventMemory) -> None:
+        """What stores brought along can be published by what was told of it before."""
+        stored: set[Key] = set()
+        stored.update(*(tier.keys() for tier in self.store.tiers if tier.writable))
+        namespaces, tells = await memory.recall(stored)
+        for namespace in namespaces:
+            self.namespaces.add(namespace)
+        for start in range(0, len(tells), _RECALL):
+            self.store.placements.told(tells[start : start + _RECALL])
+            await asyncio.sleep(0)
+        # Only now: it need not hear what it has just said.
+        self.store.placements.watchers.append(memory)
+        self.supervisor.start("event memory", memory.run)
 
     async def _open_peers(self) -> None:
         peers = self.settings.peers
