@@ -246,7 +246,7 @@ def _stranger(rank: Rank) -> None:
     [
         ("gdn", {}, _kernel, "layers.0.mixer: how triton keeps a state is not known"),
         ("mamba2", {}, _differ, "layers.0.mixer and layers.2.mixer of group 5 differ"),
-        ("mamba2", {}, _heads, r"layer 0, conv: stride\[conv steps\] is 192 bytes, it must be 160"),
+        ("mamba2", {}, _heads, r"layer 0, conv: shape\[conv channels\] is 96, it must be 80"),
         ("mamba2", {}, _dtype, "layer 0, ssm: element_bytes is 4, the content's dtype has 2"),
         ("mamba2", {}, _elsewhere, "layers.2.mixer: its tensor .* does not lie in the"),
         ("mamba2", {}, _attention, "layers.0.mixer has a FullAttentionSpec in a group of states"),
