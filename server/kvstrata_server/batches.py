@@ -29,6 +29,8 @@ DEAD = 0
 _UNKNOWN = 0xFFFFFFFF
 _PREFIX_BYTES = DIGEST_BYTES + 4
 _WORDS = MAX_HASH_BYTES // 8
+_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
+_FOLD = np.uint64(29)
 
 
 class Family(NamedTuple):
@@ -141,13 +143,16 @@ class Families:
         return KeyBatch(families, words, self.hashes(families, words))
 
     def hashes(self, families: Numbers, words: Words) -> Words:
-        """64 well mixed bits a key (the finalizer of splitmix64), the same in all processes."""
-        seeds = self._seeds[np.where(families == _UNKNOWN, DEAD, families)]
-        mixed = seeds ^ words[:, 0]
-        for column in range(1, _WORDS):
-            mixed = mixed * np.uint64(0x9E3779B97F4A7C15) ^ words[:, column]
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        """64 well mixed bits a key, the same in all processes.
+
+        Of hashes that are not: an engine's may be counters, in either order of bytes, so each
+        step folds what a multiplication only carries upwards.
+        """
+        mixed = self._seeds[np.where(families == _UNKNOWN, DEAD, families)]
+        for column in range(_WORDS):
+            mixed = (mixed ^ words[:, column]) * _MULTIPLIER
+            mixed ^= mixed >> _FOLD
+        mixed *= np.uint64(0x94D049BB133111EB)
         return mixed ^ (mixed >> np.uint64(31))
 
     def namespaces(self, batch: KeyBatch) -> set[bytes]:

@@ -26,7 +26,7 @@ before wrote, so it waits `_LAG` before it takes a node that is ahead for one th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstrata import api
@@ -203,7 +203,8 @@ class Cluster:
         )
         writes = self._enroll(entry)
         node = self.nodes[asked.id]
-        node.last_seen, node.home = entry.registered, True
+        node.home = True
+        self._hear(node)
         node.events = asked.events
         if self._log_as:
             writes.append(self._logged(entry))
@@ -426,7 +427,18 @@ class Cluster:
 
     def reach(self, among: Iterable[Node]) -> Serves:
         """Which of these nodes can serve what lies at each location, and as which tier."""
-        return self.places.reach((node.id, node.stores) for node in among)
+        return self.places.reach({node.id: node.stores for node in among}.get)
+
+    def reach_up(self, among: Container[str] | None = None) -> Serves:
+        """The same of all nodes that are up, or of those with these ids."""
+
+        def stores_of(node_id: str) -> Mapping[str, str] | None:
+            node = self.nodes.get(node_id)
+            if node is None or (among is not None and node_id not in among):
+                return None
+            return node.stores if self.state(node) is api.NodeState.UP else None
+
+        return self.places.reach(stores_of)
 
     def _attached(self, node_id: str, store: str) -> bool:
         node = self.nodes.get(node_id)
@@ -460,8 +472,7 @@ class Cluster:
                 node = self.nodes.get(entry.node)
                 if node is None or node.registered <= entry.registered:
                     self._enroll(entry)
-                    node = self.nodes[entry.node]
-                    node.last_seen, node.home = self._clock(), False
+                    self.nodes[entry.node].home = False
             case Left():
                 node = self.nodes.get(entry.node)
                 if node is not None and node.incarnation == entry.incarnation:
@@ -482,12 +493,10 @@ class Cluster:
             return
         families, known = self.index.families, self.places.locations(node.id)
         changes = [
-            PlaceChange(
-                known[None if change.location == HOST else change.location],
-                families.of_runs(change.added),
-                families.of_runs(change.removed, intern=False),
-            )
+            PlaceChange(location, families.of_runs(change.added), families.of_runs(change.removed))
             for change in entry.changes
+            if (location := known.get(None if change.location == HOST else change.location))
+            is not None
         ]
         self.namespaces.learn([Namespace.parse(text.encode()) for text in entry.namespaces])
         for change in changes:
@@ -504,7 +513,7 @@ class Cluster:
         if node is None or node.incarnation != heard.incarnation:
             return
         seen = self._clock() - heard.age
-        if node.last_seen is None or seen > node.last_seen:
+        if node.last_seen is None or seen >= node.last_seen:
             node.last_seen = seen
             node.healthy, node.detail = heard.healthy, heard.detail
             node.host = api.HostUse(

@@ -28,6 +28,7 @@ from kvstrata.errors import ConfigError
 __all__ = ["Database", "alembic_config", "may_pass", "migrations_dir"]
 
 _STREAM_ROWS = 10_000
+_SCAN_ROWS = 50_000
 # Any number that nothing else in the database locks: "kvstrata" in ASCII.
 _LOCK = text("SELECT pg_advisory_xact_lock(7743121206571627617)")
 
@@ -133,6 +134,18 @@ class Database:
             result = await connection.stream(select)
             async for part in result.partitions(_STREAM_ROWS):
                 yield list(part)
+
+    async def scan(self, select: Executable) -> AsyncIterator[list[tuple[Any, ...]]]:
+        """Like `stream`, for tables of millions of rows in SQLite: as its driver gives them, which
+        is several times faster."""
+        statement = str(select.compile(dialect=self.engine.dialect))  # type: ignore[attr-defined]
+        async with self.engine.connect() as connection:
+            driver = (await connection.get_raw_connection()).driver_connection
+            if driver is None:
+                raise OSError(f"{self.shown} closed its connection")
+            async with driver.execute(statement) as cursor:
+                while part := await cursor.fetchmany(_SCAN_ROWS):
+                    yield part
 
     async def rows(self, select: Executable) -> list[Any]:
         async with self.engine.connect() as connection:

@@ -171,10 +171,6 @@ class WatchedPlaces(Places):
         changes = list(changes)
         writes = super().apply(changes)
         for change in changes:
-            store = self.describe(change.location)[1]
-            for shared in self.sharing(store) if store is not None else ():
-                if shared != change.location and len(change.removed):
-                    self._placed(shared, change.removed, self.index.families.of_keys(()))
             self._placed(change.location, change.removed, change.added)
         return writes
 
@@ -202,6 +198,9 @@ class WatchedPlaces(Places):
         for location in (at for store in stores for at in self.sharing(store)):
             self._placed(location, nothing, self.index.batch_at(location))
         return writes
+
+    def _gone_from(self, location: LocationId, keys: KeyBatch) -> None:
+        self._placed(location, keys, self.index.families.of_keys(()))
 
     def _clear(self, location: LocationId, rewrite: bool) -> list[Write]:
         self._voided(location)

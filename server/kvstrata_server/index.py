@@ -14,7 +14,7 @@ It knows nothing of time, SQL or HTTP. All calls are synchronous and work on bat
 from __future__ import annotations
 
 import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -179,6 +179,20 @@ class PlacementIndex:
         """Returns those that were there."""
         slots = self._table.find(self._batch(keys, intern=False))
         return self._removed(location, np.unique(slots[slots >= 0]))
+
+    def remove_everywhere(
+        self, locations: Container[LocationId], keys: KeyBatch | Sequence[Key]
+    ) -> list[Removed]:
+        """From all these, of which few may hold any: returns the changes of those that did."""
+        found = self._table.find(self._batch(keys, intern=False))
+        slots = np.unique(found[found >= 0])
+        sets = np.unique(self._table.holders(slots)).tolist()
+        holding = {each for n in sets for each in self._sets[n] if each in locations}
+        removed = []
+        for location in sorted(holding):
+            removed.append(self._removed(location, slots))
+            slots = self._table.live(slots)
+        return removed
 
     def replace(
         self, location: LocationId, keys: KeyBatch | Sequence[Key]

@@ -26,11 +26,7 @@ def look_up(
         keys = families.of_runs(asked.keys, intern=False)
     else:
         keys = families.of_hex(asked.keys, intern=False)
-    among = cluster.up()
-    if asked.nodes is not None:
-        wanted = set(asked.nodes)
-        among = [node for node in among if node.id in wanted]
-    reach = cluster.reach(among)
+    reach = cluster.reach_up(None if asked.nodes is None else frozenset(asked.nodes))
     tallied = cluster.index.tally(keys, reach)
     nodes = [_placement(cluster, cluster.nodes[node], t) for node, t in tallied.items()]
     if asked.mode == "all":

@@ -8,7 +8,7 @@ Calls that change something return what has to be written to SQL, to be put ther
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -35,7 +35,7 @@ class Places:
         self.index = index
         self._of_node: dict[str, dict[str | None, LocationId]] = {}
         self._about: dict[LocationId, tuple[str, str | None]] = {}
-        self._sharing: dict[str, list[LocationId]] = {}
+        self._sharing: dict[str, dict[LocationId, None]] = {}
         self._tiers: dict[str, str] = {}
 
     def clear(self) -> None:
@@ -52,7 +52,7 @@ class Places:
         self._of_node.setdefault(node, {})[store] = location
         self._about[location] = node, store
         if store is not None:
-            self._sharing.setdefault(store, []).append(location)
+            self._sharing.setdefault(store, {})[location] = None
 
     def tier(self, store: str) -> str:
         return self._tiers[store]
@@ -65,7 +65,7 @@ class Places:
         """All that this node ever had; None: its host memory."""
         return self._of_node.get(node, {})
 
-    def sharing(self, store: str) -> Sequence[LocationId]:
+    def sharing(self, store: str) -> Collection[LocationId]:
         """Locations of one store, of all nodes that ever had it attached."""
         return self._sharing.get(store, ())
 
@@ -109,11 +109,20 @@ class Places:
         for change in changes:
             if len(change.removed):
                 store = self._about[change.location][1]
-                for shared in (change.location,) if store is None else self._sharing[store]:
-                    writes += _written(self.index.remove(shared, change.removed))
+                if store is None:
+                    writes += _written(self.index.remove(change.location, change.removed))
+                else:
+                    sharing = self._sharing[store]
+                    for removed in self.index.remove_everywhere(sharing, change.removed):
+                        writes += _written(removed)
+                        if removed.location != change.location:
+                            self._gone_from(removed.location, change.removed)
             if len(change.added):
                 writes += _written(self.index.add(change.location, change.added))
         return writes
+
+    def _gone_from(self, location: LocationId, keys: KeyBatch) -> None:
+        """Another node's removal from a store reached what this location had of it."""
 
     def replace(
         self,
@@ -150,7 +159,7 @@ class Places:
         writes: list[Write] = []
         for store, location in self._of_node.pop(node, {}).items():
             if store is not None:
-                self._sharing[store].remove(location)
+                del self._sharing[store][location]
                 others = (h for h in self._sharing[store] if attached(self._about[h][0], store))
                 heir = next(others, None)
                 if heir is not None:
@@ -160,20 +169,24 @@ class Places:
             writes += [ClearPlacements(location), DropLocation(location)]
         return writes
 
-    def reach(self, nodes: Iterable[tuple[str, Mapping[str, str]]]) -> Serves:
-        """What these nodes (id, stores) can serve."""
-        return Serves(self, dict(nodes))
+    def reach(self, stores_of: StoresOf) -> Serves:
+        """What the nodes that `stores_of` knows can serve."""
+        return Serves(self, stores_of)
+
+
+StoresOf = Callable[[str], Mapping[str, str] | None]
+"""The stores (id -> tier) of a node by its id; None: it doesn't count."""
 
 
 class Serves:
     """Which of some nodes can serve what lies at a location, and as which tier.
 
-    Worked out when asked: a lookup meets few of the locations there are.
+    Worked out when asked: a lookup meets few of the nodes and locations there are.
     """
 
-    def __init__(self, places: Places, nodes: Mapping[str, Mapping[str, str]]) -> None:
+    def __init__(self, places: Places, stores_of: StoresOf) -> None:
         self._places = places
-        self._nodes = nodes
+        self._stores_of = stores_of
         self._known: dict[LocationId, list[tuple[str, str]]] = {}
 
     def get(
@@ -187,13 +200,13 @@ class Serves:
     def _served(self, location: LocationId) -> list[tuple[str, str]]:
         reporter, store = self._places.describe(location)
         if store is None:
-            return [(reporter, HOST)] if reporter in self._nodes else []
+            return [] if self._stores_of(reporter) is None else [(reporter, HOST)]
         served = []
         for shared in self._places.sharing(store):
             node, _ = self._places.describe(shared)
-            tier = self._nodes.get(node, {}).get(store)
-            if tier is not None:
-                served.append((node, tier))
+            stores = self._stores_of(node)
+            if stores is not None and store in stores:
+                served.append((node, stores[store]))
         return served
 
 

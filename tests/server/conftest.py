@@ -38,9 +38,11 @@ def migrated_template(postgres: Postgres) -> str:
 
 
 @pytest.fixture
-def postgres_address(postgres: Postgres, migrated_template: str) -> str:
+def postgres_address(postgres: Postgres, migrated_template: str) -> Iterator[str]:
     """Of a new database, migrated."""
-    return postgres.address(asyncio.run(postgres.new_database(migrated_template)))
+    name = asyncio.run(postgres.new_database(migrated_template))
+    yield postgres.address(name)
+    asyncio.run(postgres.drop(name))
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -17,19 +17,16 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from nodes_kit import SHARED, NodeProcess
 from server_kit import NAMESPACE, TurnedClock, database_url
 
 from kvstrata import api
 from kvstrata.config import ServerSettings
 from kvstrata.errors import Expired, Missing
-from kvstrata.keys import Key
-from kvstrata.node.outbox import Outbox
-from kvstrata.node.placements import PlacementChange, Placements
 from kvstrata_server.database import Database
 from kvstrata_server.plane import ControlState
 
 NODES = ("a", "b")
-SHARED = "mount"
 
 
 @cache
@@ -44,36 +41,6 @@ def migrated() -> Path:
 
     asyncio.run(make())
     return path / "control.sqlite"
-
-
-class NodeProcess:
-    """One incarnation of a node: what it holds, what it has not reported, and its outbox."""
-
-    def __init__(self, name: str, incarnation: int, stores: dict[str, set[Key]]) -> None:
-        self.name = name
-        self.incarnation = f"i{incarnation}"
-        self.held: dict[str, set[Key]] = {"host": set(), **stores}
-        self.placements = Placements()
-        self.placements.enabled = True
-        self.outbox = Outbox(self, batch_keys=2, pending_keys=6)
-        self.registered = False
-
-    def registration(self) -> api.NodeRegistration:
-        return api.NodeRegistration(
-            id=self.name,
-            incarnation=self.incarnation,
-            stores=[api.StoreRef(id=n, tier="fs") for n in self.held if n != "host"],
-        )
-
-    def take_changes(self) -> list[PlacementChange]:
-        return self.placements.take()
-
-    def snapshot(self) -> list[PlacementChange]:
-        self.placements.take()
-        return [PlacementChange(name, sorted(keys), []) for name, keys in self.held.items()]
-
-    def namespace_documents(self) -> dict[bytes, bytes]:
-        return {NAMESPACE.digest: NAMESPACE.document}
 
 
 class Convergence(RuleBasedStateMachine):

@@ -127,6 +127,20 @@ def test_many_keys_through_several_tables():
     assert sum(len(part) for _, part in index.dump(1000)) == 30 * 700
 
 
+@pytest.mark.parametrize("order", ["big", "little"])
+@pytest.mark.parametrize("repeated", [1, 4])
+def test_keys_that_only_count_are_spread_as_well(order, repeated):
+    families = PlacementIndex().families
+    prefix = b"n" * 16 + bytes(4)
+    batch = families.of_keys(
+        [Key(prefix + n.to_bytes(8, order) * repeated) for n in range(1 << 16)]
+    )
+    # As many entries of a table of twice the size are hit as by chance: 1 - e^-(1/2) of them.
+    for bits in (batch.hashes, batch.hashes >> np.uint64(40)):
+        hit = len(np.unique(bits & np.uint64((1 << 17) - 1))) / (1 << 17)
+        assert 0.38 < hit < 0.41
+
+
 def test_keys_that_hash_alike_are_told_apart():
     index = PlacementIndex()
     batch = index.families.of_keys(k(*range(0, 400, 2)))

@@ -1,0 +1,250 @@
+"""Several servers on one PostgreSQL: what one is told the others know, and any of them may die."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+
+import pytest
+from server_kit import NAMESPACE, TTL, TurnedClock, held, host, join, keys, report, running, store
+from sqlalchemy import text
+
+from kvstrata import api
+from kvstrata.control import ControlPlane
+from kvstrata.errors import Busy, Expired, KVStrataError, Missing
+from kvstrata_server.database import Database
+
+PROGRAM = "import sys; from kvstrata_server.app import main; sys.exit(main(sys.argv[1:]))"
+USE = api.HostUse(used_bytes=5, capacity_bytes=10, chunks=1)
+
+
+def beat(incarnation="i1", **more):
+    return api.HeartbeatRequest(incarnation=incarnation, host=USE, **more)
+
+
+@asynccontextmanager
+async def two(address):
+    clock = TurnedClock()
+    async with running(address, clock) as first, running(address, clock) as second:
+        yield first, second
+
+
+async def told(*servers):
+    """Until each has written what it knows and read what the others wrote."""
+    for server in servers:
+        server.state.cluster.tell_who_is_there()
+        await server.state.writer.flushed(10)
+    for server in servers:
+        while await server.state.follower.read():
+            pass
+
+
+async def test_what_one_is_told_the_other_answers(postgres_address):
+    async with two(postgres_address) as (first, second):
+        await join(first.control, "a", stores=("s",))
+        await first.control.report("a", report(0, host(keys(0, 1)), store("s", keys(1, 2))))
+        await first.control.heartbeat("a", beat())
+        await told(first, second)
+        assert await held(second.control, keys(0, 1, 2)) == {"a": {"host": 2, "fs": 2}}
+        info = await second.control.node("a")
+        assert (info.state, info.host) == (api.NodeState.UP, USE)
+        assert (await second.control.namespaces()).namespaces[0].document["model"] == "tiny"
+        await first.control.report("a", report(1, host(removed=keys(0))))
+        await first.control.report("a", report(2, host(keys(7)), snapshot="only"))
+        await told(first, second)
+        assert await held(second.control, keys(0, 1, 2, 7)) == {"a": {"host": 1}}
+        await first.control.deregister("a")
+        await told(first, second)
+        assert (await second.control.node("a")).state is api.NodeState.GONE
+
+
+async def test_ages_are_known_to_all(postgres_address):
+    async with two(postgres_address) as (first, second):
+        await join(first.control, "a")
+        await first.control.report("a", report(0, host(keys(0))))
+        await told(first, second)
+        second.clock.advance(TTL - 1)
+        await first.control.heartbeat("a", beat())
+        second.clock.advance(3)
+        await told(first, second)
+        reply = await second.control.lookup(api.LookupRequest(keys=keys(0)))
+        assert [n.age for n in reply.nodes] == [3]
+        second.clock.advance(TTL)
+        assert await held(second.control, keys(0)) == {}
+
+
+async def test_a_node_that_comes_over_just_goes_on(postgres_address):
+    async with two(postgres_address) as (first, second):
+        await join(first.control, "a")
+        await first.control.report("a", report(0, host(keys(0))))
+        await told(first, second)
+        assert (await second.control.report("a", report(1, host(keys(1))))).applied
+        await told(second, first)
+        assert (await first.control.report("a", report(2, host(removed=keys(0))))).applied
+        await told(first, second)
+        for server in (first, second):
+            assert await held(server.control, keys(0, 1)) == {"a": {"host": 1}}
+
+
+async def test_a_node_that_comes_over_too_fast_is_asked_to_wait_then_for_a_snapshot(
+    postgres_address,
+):
+    async with two(postgres_address) as (first, second):
+        await join(first.control, "a")
+        await told(first, second)
+        # What the first was told here it takes to its grave.
+        first.state.writer.put = lambda *writes: None
+        await first.control.report("a", report(0, host(keys(0))))
+        assert not (await second.control.heartbeat("a", beat(next_seq=1))).snapshot_wanted
+        with pytest.raises(Busy, match="another server"):
+            await second.control.report("a", report(1, host(keys(1))))
+        second.clock.advance(3)
+        reply = await second.control.report("a", report(1, host(keys(1))))
+        assert (reply.applied, reply.snapshot_wanted) == (False, True)
+
+
+async def test_late_words_of_one_do_not_undo_what_another_was_told(postgres_address):
+    async with two(postgres_address) as (first, second):
+        await join(first.control, "a")
+        await told(first, second)
+        late = []
+        put = first.state.writer.put
+        first.state.writer.put = lambda *writes: late.append(writes)
+        await first.control.report("a", report(0, host(keys(0, 1))))
+        await second.control.report("a", report(1, host(keys(1, 2)), snapshot="only"))
+        await told(second)
+        first.state.writer.put = put
+        for writes in late:
+            put(*writes)
+        await told(first, second)
+        for server in (first, second):
+            reply = await server.control.lookup(api.LookupRequest(keys=keys(0, 1, 2), mode="all"))
+            assert reply.nodes[0].keys == keys(1, 2)
+        rows = await first.state.database.rows(
+            text("SELECT c.namespace || c.chunk FROM placements p JOIN chunks c ON c.id = chunk_id")
+        )
+        assert sorted(row[0].hex() for row in rows) == keys(1, 2)
+
+
+async def test_a_new_incarnation_at_one_is_new_to_all(postgres_address):
+    async with two(postgres_address) as (first, second):
+        await join(first.control, "a", stores=("s",))
+        await first.control.report("a", report(0, host(keys(0)), store("s", keys(1))))
+        await told(first, second)
+        await join(second.control, "a", "i2", stores=("s",))
+        await told(second, first)
+        assert await held(first.control, keys(0, 1)) == {"a": {"fs": 1}}
+        with pytest.raises(Expired):
+            await first.control.heartbeat("a", beat("i1"))
+
+
+async def test_forgotten_nodes_are_forgotten_by_all_and_their_finds_inherited(postgres_address):
+    async with two(postgres_address) as (first, second):
+        for node in "ab":
+            await join(first.control, node, stores=("mount",))
+        await first.control.report("a", report(0, host(keys(9)), store("mount", keys(0, 1))))
+        await told(first, second)
+        first.clock.advance(3600)
+        await first.control.heartbeat("b", beat())
+        assert first.state.cluster.forget_old(1800) == ["a"]
+        await told(first, second)
+        for server in (first, second):
+            with pytest.raises(Missing):
+                await server.control.node("a")
+            assert await held(server.control, keys(0, 1, 9)) == {"b": {"fs": 2}}
+    async with running(postgres_address, first.clock) as later:
+        assert set(later.state.cluster.nodes) == {"b"}
+        await later.control.heartbeat("b", beat())
+        assert await held(later.control, keys(0, 1, 9)) == {"b": {"fs": 2}}
+
+
+async def test_who_could_not_read_for_long_loads_everything_again(postgres_address):
+    async with two(postgres_address) as (first, second):
+        await join(first.control, "a")
+        await first.control.report("a", report(0, host(keys(0))))
+        await first.state.writer.flushed(10)
+        second.state.cluster.clear()
+        second.state.follower.position = (
+            await second.state.database.rows(text("SELECT max(id) FROM change_log"))
+        )[0][0]
+        second.state.follower._read_at = -1e9
+        await second.state.follower.read()
+        assert second.state.index.keys_at(second.state.places.location("a", None)) == [
+            NAMESPACE.key(0, bytes(8))
+        ]
+
+
+class Process:
+    def __init__(self, address):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, "--listen", "127.0.0.1:0", "--database", address],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "KVSTRATA_SERVER_HEARTBEAT_TTL": "60"},
+            text=True,
+        )
+        found = re.search(r"http://\S+", self.process.stdout.readline())
+        assert found, "the server did not start"
+        self.url = found[0]
+
+    def end(self, how=signal.SIGTERM):
+        self.process.send_signal(how)
+        self.process.wait(20)
+        self.process.stdout.close()
+
+
+async def until(condition, seconds):
+    """Seconds it took."""
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    async with asyncio.timeout(seconds):
+        while not await condition():  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.02)
+    return loop.time() - started
+
+
+async def test_one_is_killed_and_the_other_has_it_all_within_two_seconds(postgres_address):
+    first, second = Process(postgres_address), Process(postgres_address)
+    try:
+        async with ControlPlane(first.url) as one, ControlPlane(second.url) as other:
+            await join(one, "a")
+            for seq in range(20):
+                await one.report("a", report(seq, host(keys(*range(100 * seq, 100 * seq + 100)))))
+            whole = keys(*range(2000))
+
+            async def agrees():
+                return await held(other, whole) == {"a": {"host": 2000}}
+
+            assert await until(agrees, 10) < 2.0
+            # Killed in the middle of it: what was not written yet the node has to say again.
+            for seq in range(20, 40):
+                await one.report("a", report(seq, host(keys(*range(100 * seq, 100 * seq + 100)))))
+            first.end(signal.SIGKILL)
+            truth, seq = set(range(4000)), 40
+
+            async def comes_over():
+                nonlocal seq
+                try:
+                    reply = await other.report("a", report(seq, host(keys(4000))))
+                    if reply.snapshot_wanted:
+                        everything = host(keys(*sorted(truth)))
+                        reply = await other.report("a", report(seq, everything, snapshot="only"))
+                except KVStrataError:
+                    return False
+                seq = reply.next_seq
+                return reply.applied
+
+            await until(comes_over, 20)
+            reply = await other.lookup(api.LookupRequest(keys=keys(*range(4000)), mode="all"))
+            assert len(reply.nodes[0].keys) == 4000
+    finally:
+        for server in (first, second):
+            if server.process.poll() is None:
+                server.end()
+    database = Database(postgres_address)
+    rows = await database.rows(text("SELECT count(*) FROM placements"))
+    await database.close()
+    assert rows[0][0] in (4000, 4001)
