@@ -11,7 +11,9 @@ from server_kit import TTL, Running, host, report, running, store
 
 from kvstrata import api
 from kvstrata.keys import Field, Group, Namespace
+from kvstrata_server import tokens
 from kvstrata_server.hashing import chunk_keys, local_hashes, sequence_hashes
+from kvstrata_server.roles import Role
 
 BLOCK = 4
 TOKENS = list(range(100, 140))  # ten blocks, five chunks
@@ -183,6 +185,35 @@ async def test_tenants_and_groups(tmp_path: Path) -> None:
             assert answer["instances"] == {"n1": overlap(tokens, tokens)}
         problem = await post(here, "/query", 404, token_ids=TOKENS, model_name="m")
         assert "no node has reported chunks of m" in problem["detail"]
+
+
+async def test_a_token_sees_its_tenants_only(tmp_path: Path) -> None:
+    async with running(tmp_path, token="root") as here:
+        salted = a_namespace("acme")
+        await join(here, "n1", host(chunks(0, namespace=salted)), namespaces=(salted,))
+        asked = {"model_name": "m", "token_ids": TOKENS, "tenant_id": "acme"}
+        for tenant, status in (("acme", 200), ("other", 404)):
+            token = await tokens.create(
+                here.state.database, tenant, Role.READ, now=here.clock(), tenants=[tenant]
+            )
+            await here.state.tokens.refresh()
+            headers = {"Authorization": f"Bearer {token}"}
+            answer = await here.http.post("/query", json=asked, headers=headers)
+            assert answer.status_code == status, answer.text
+            for path in ("/workers", "/dump", "/v1/snapshot", "/v1/events"):
+                assert (await here.http.get(path, headers=headers)).status_code == 403, path
+            body = {"instance_id": "n1", "model_name": "m", "block_size": 4, "endpoint": "n1"}
+            answer = await here.http.post("/register", json=body, headers=headers)
+            assert answer.status_code == 403
+
+
+async def test_who_asks_by_the_field_of_the_other_is_understood(tmp_path: Path) -> None:
+    async with running(tmp_path) as here:
+        await join(here, "n1", host(chunks(0)))
+        body = {"modelname": "m", "block_size": BLOCK, "endpoint": "tcp://10.0.0.1:5557"}
+        await post(here, "/register", 201, instance_id="n1", additionalsalt="w8a8", **body)
+        answer = await post(here, "/query", token_ids=TOKENS, model="m", mooncake=False)
+        assert answer["default"]["n1"]["CPU"] == 8
 
 
 @pytest.mark.parametrize(

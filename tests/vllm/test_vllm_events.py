@@ -15,6 +15,7 @@ import pytest
 import zmq
 from vllm_processes import BLOCK, Engine, Node, keys_of, make_model, make_prompt
 
+from kvstrata.node.events_format import CLEARED, Removed, Stored, encode_batch
 from kvstrata.testing.waiting import eventually
 from kvstrata_server.hashing import chunk_keys
 
@@ -48,6 +49,46 @@ def stored(address: str) -> dict[str, list[dict[str, Any]]]:
                 elif event["type"] == "BlockStored":
                     held[event["medium"]].append(event)
         return held
+
+
+def test_vllm_reads_what_a_node_writes() -> None:
+    from vllm.distributed.kv_events import (
+        AllBlocksCleared,
+        BlockRemoved,
+        BlockStored,
+        KVEventBatch,
+    )
+
+    tokens = b"".join(n.to_bytes(4, "little") for n in range(8))
+    payload = encode_batch(
+        1.5,
+        [
+            CLEARED,
+            Stored("CPU", [1, 2], None, tokens, 4, 0, "full_attention", None, "l", "s"),
+            Stored("STORAGE", [1 << 63], 2, tokens, 8, 1, "sliding_window", 4096),
+            Removed("CPU", [1, 2], 0),
+        ],
+        3,
+    )
+    batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
+    assert (batch.ts, batch.data_parallel_rank) == (1.5, 3)
+    cleared, stored_, windowed, removed = batch.events
+    assert isinstance(cleared, AllBlocksCleared)
+    assert stored_ == BlockStored(
+        block_hashes=[1, 2],
+        parent_block_hash=None,
+        token_ids=list(range(8)),
+        block_size=4,
+        lora_id=None,
+        medium="CPU",
+        lora_name="l",
+        extra_keys=[("l", "s"), ("l",)],
+        group_idx=0,
+        kv_cache_spec_kind="full_attention",
+    )
+    assert windowed.kv_cache_spec_sliding_window == 4096
+    assert windowed.parent_block_hash == 2
+    assert removed == BlockRemoved(block_hashes=[1, 2], medium="CPU", group_idx=0)
 
 
 def test_an_engine_tells_what_it_stores_and_what_it_finds(folder: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from kvstrata.errors import Malformed, Missing
 from kvstrata.keys import Key, Namespace
@@ -89,7 +90,7 @@ class _Query(_Asked):
     """Chunks of the namespaces with this tenant; `default`: of those with none."""
     instance_id: _Id | None = None
     """Only of this one."""
-    mooncake: Annotated[bool, Field(exclude=True)] = False
+    mooncake: SkipJsonSchema[bool] = False
     """Not sent: whether the question has Mooncake's shape, which says `model`."""
 
     @model_validator(mode="before")
