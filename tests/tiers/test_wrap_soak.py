@@ -124,6 +124,7 @@ def check(report: Any) -> None:
     print(report)
     assert report.operations.total() == OPERATIONS
     assert report.served_at_the_end > 0
+    assert report.unhealthy < OPERATIONS / 10, "too often excused"
     assert report.faults.total() > OPERATIONS / 50
     assert {"stored", "present", "loaded", "missing", "corrupt", "failed"} <= {*report.outcomes}
 

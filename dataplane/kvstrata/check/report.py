@@ -21,7 +21,7 @@ class Problem(enum.StrEnum):
     FOREIGN = "foreign"  # nothing that a node puts there
     UNREADABLE = "unreadable"  # the medium gives an error
     DESCRIPTION = "description"  # a namespace.json that is not what its folder is called
-    UNDESCRIBED = "undescribed"  # no namespace.json: nodes write it with their next store
+    UNDESCRIBED = "undescribed"  # no namespace.json: a node's first store writes it
     ORPHAN = "orphan"  # left by a writer that died
     QUARANTINED = "quarantined"  # set aside by a node or by a check
 

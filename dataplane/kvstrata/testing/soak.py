@@ -3,10 +3,10 @@
     report = await Soak(open_tier, script, clock, capacity=...).run()
 
 It checks after every operation that no wrong byte was returned, that nothing acknowledged is
-missing unless the tier said that it dropped it, that only faults explain failures, and that usage
-stays within capacity plus one batch; and at the end, with faults off and the tier opened again,
-that all that was acknowledged and not damaged is served. What does not hold is an
-`AssertionError` with the seed and the number of the operation.
+missing unless the tier said that it dropped it or that it is not healthy, that only that or faults
+explain failures, and that usage stays within capacity plus one batch. At the end, with faults off
+and the tier opened again, all that was acknowledged and not damaged must be served. What does not
+hold is an `AssertionError` with the seed and the number of the operation.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ def new_seed() -> int:
 
 @dataclass
 class SoakReport:
-    """What was done: operations by kind, outcomes of chunks, faults by kind."""
+    """What was done: operations by kind, outcomes of chunks, faults by kind; `unhealthy` counts
+    operations during which the tier said that it was."""
 
     seed: int
     operations: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
+    unhealthy: int = 0
     served_at_the_end: int = 0
 
 
@@ -77,6 +79,7 @@ class Soak:
         self._capacity = capacity
         self._durable = durable
         self._misses = misses
+        self._ill = False  # it says that it answers miss for now
         self._damage = damage
         self._operations = operations
         self._random = random.Random(f"soak {script.seed}")  # noqa: S311
@@ -124,6 +127,7 @@ class Soak:
 
     async def _call(self, kind: str) -> None:
         self._removed.clear()
+        self._ill = self._misses or not self._tier.usage().healthy
         faults = self._script.injected.total()
         kinds = [kind]
         if kind == "together":
@@ -132,7 +136,9 @@ class Soak:
             kinds = [self._random.choice(["store", "load"])]
         calls = [self._calls[k](self) for k in kinds]
         late = await self._carry_out([call for call, _ in calls], cancel=kind == "cancel")
-        explained = late or self._script.injected.total() > faults
+        self._ill = self._ill or not self._tier.usage().healthy
+        self.report.unhealthy += self._ill and not self._misses
+        explained = late or self._ill or self._script.injected.total() > faults
         # An acknowledged store beside an eviction may have been undone already.
         for _, settle in calls:
             settle(explained, len(calls) > 1)
@@ -230,7 +236,7 @@ class Soak:
                     self._removed.add(key)  # whatever a store beside it was told
                 elif outcome is Outcome.MISSING:
                     gone = key not in held or key in self._removed or keys.count(key) > 1
-                    self._check(gone or bad or self._misses, f"{key.hex()} is lost")
+                    self._check(gone or bad or self._ill, f"{key.hex()} is lost")
                     if bad:
                         self._held.discard(key)
                 else:
@@ -254,7 +260,7 @@ class Soak:
             self._check_answers(answers, keys)
             for key, here in zip(keys, answers, strict=False):
                 certain = key in held and key not in self._removed and key not in self._harmed
-                excused = explained or self._misses or key in self._script.damaged
+                excused = explained or key in self._script.damaged
                 self._check(here or not certain or excused, f"{key.hex()} is not offered")
 
         return call(), settle
@@ -317,8 +323,8 @@ class Soak:
     # ------------------------------------------------------------ the model
 
     def _on_removed(self, keys: Sequence[Key]) -> None:
+        # Harmed they stay, until they are stored anew: the medium may still have the damaged one.
         self._held -= set(keys)
-        self._harmed -= set(keys)
         self._removed |= set(keys)
 
     def _memory(self, key: Key, content: bytes) -> memoryview:
@@ -334,7 +340,7 @@ class Soak:
         if self._capacity is not None:
             most = self._capacity + _BATCH * (_MOST_BYTES + 3 * PAGE)
             self._check(use.used_bytes <= most, f"uses {use.used_bytes} of {self._capacity}")
-        if self._at % 50 == 0 and not self._misses:
+        if self._at % 50 == 0 and not self._misses and use.healthy:
             sure = self._held - self._harmed - self._script.damaged
             # One may lie on a medium that others use too, and this tier have lost sight of it.
             lacking = sorted(sure - set(self._tier.keys()))
