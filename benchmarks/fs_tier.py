@@ -49,33 +49,33 @@ def memory(size: int) -> list[memoryview]:
     return [view[i * size : (i + 1) * size] for i in range(BATCH)]
 
 
-def plain_write(path: Path, views: list[memoryview]) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+def plain_write(path: Path, views: list[memoryview], flags: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags)
     for i, view in enumerate(views):
         os.pwrite(fd, view, i * view.nbytes)
     os.close(fd)
 
 
-def plain_read(path: Path, views: list[memoryview]) -> None:
-    fd = os.open(path, os.O_RDONLY)
+def plain_read(path: Path, views: list[memoryview], flags: int) -> None:
+    fd = os.open(path, os.O_RDONLY | flags)
     for i, view in enumerate(views):
         os.preadv(fd, [view], i * view.nbytes)
     os.close(fd)
 
 
-def peer_write(folder: Path, views: list[memoryview]) -> None:
+def peer_write(folder: Path, views: list[memoryview], flags: int) -> None:
     for i, view in enumerate(views):
         final = f"{folder}/{i:02x}/{i}"
         os.makedirs(os.path.dirname(final), exist_ok=True)
-        fd = os.open(f"{final}.tmp", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        fd = os.open(f"{final}.tmp", os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags)
         os.write(fd, view)
         os.close(fd)
         os.rename(f"{final}.tmp", final)
 
 
-def peer_read(folder: Path, views: list[memoryview]) -> None:
+def peer_read(folder: Path, views: list[memoryview], flags: int) -> None:
     for i, view in enumerate(views):
-        fd = os.open(f"{folder}/{i:02x}/{i}", os.O_RDONLY)
+        fd = os.open(f"{folder}/{i:02x}/{i}", os.O_RDONLY | flags)
         os.readv(fd, [view])
         os.close(fd)
 
@@ -92,8 +92,9 @@ def hashes(fresh: bool) -> list[bytes]:
 
 
 async def measure(
-    root: Path, label: str, budget: float, threads: int, fresh: bool
+    root: Path, label: str, budget: float, threads: int, fresh: bool, direct: bool
 ) -> Iterator[Figure]:
+    flags = os.O_DIRECT if direct else 0
     size = SIZES[label]
     source, target = memory(size), memory(size)
     options = {
@@ -101,6 +102,7 @@ async def measure(
         "capacity": "64GiB",
         "read_threads": threads,
         "write_threads": threads,
+        "direct": "on" if direct else "off",
     }
     tier = await FsTier.open(options, TierContext("benchmark"))
     times: dict[str, list[float]] = defaultdict(list)
@@ -109,15 +111,15 @@ async def measure(
     while n < WARM_UP + 3 or time.perf_counter() < end:
         keys = [make_key(bytes(16), 0, hash_) for hash_ in hashes(fresh)]
         plain, peer = root / "plain", root / "peer"
-        times["limit store"].append(seconds(lambda: plain_write(plain, source)))  # noqa: B023
-        times["peer store"].append(seconds(lambda: peer_write(peer, source)))  # noqa: B023
+        times["limit store"].append(seconds(lambda: plain_write(plain, source, flags)))  # noqa: B023
+        times["peer store"].append(seconds(lambda: peer_write(peer, source, flags)))  # noqa: B023
 
         start = time.perf_counter()
         stored = await tier.store([Item(k, v) for k, v in zip(keys, source, strict=True)])
         times["store"].append(time.perf_counter() - start)
 
-        times["limit load"].append(seconds(lambda: plain_read(plain, target)))  # noqa: B023
-        times["peer load"].append(seconds(lambda: peer_read(peer, target)))  # noqa: B023
+        times["limit load"].append(seconds(lambda: plain_read(plain, target, flags)))  # noqa: B023
+        times["peer load"].append(seconds(lambda: peer_read(peer, target, flags)))  # noqa: B023
 
         target[0][:] = bytes(size)
         start = time.perf_counter()
@@ -134,11 +136,16 @@ async def measure(
             shutil.rmtree(peer)
         n += 1
     await tier.close()
-    return figures(label, size, times, threads, fresh)
+    return figures(label, size, times, threads, fresh, direct)
 
 
 def figures(
-    label: str, size: int, times: dict[str, list[float]], threads: int, fresh: bool
+    label: str,
+    size: int,
+    times: dict[str, list[float]],
+    threads: int,
+    fresh: bool,
+    direct: bool,
 ) -> Iterator[Figure]:
     nbytes = BATCH * size
     for what in ("store", "load"):
@@ -152,7 +159,7 @@ def figures(
                 "batch": BATCH,
                 "threads": threads,
                 "rounds": len(ours),
-                "cache": "page cache",
+                "cache": "O_DIRECT" if direct else "page cache",
                 "directories": "new" if fresh else "there",
                 "peer": "one thread, file per chunk, no checksum",
                 "limit": "one plain file, one thread",
@@ -164,6 +171,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--root", type=Path, help="a directory on the disk to measure")
     options.add_argument("--threads", type=int, default=4)
+    options.add_argument("--direct", action="store_true", help="all three with O_DIRECT")
     options.add_argument("--fresh", action="store_true", help="every chunk makes its directory")
     options.add_argument("--seconds", type=float, default=10.0, help="in all, about")
     args = options.parse_args()
@@ -172,10 +180,18 @@ def main() -> None:
             figure
             for label in SIZES
             for figure in asyncio.run(
-                measure(Path(folder), label, args.seconds / len(SIZES), args.threads, args.fresh)
+                measure(
+                    Path(folder),
+                    label,
+                    args.seconds / len(SIZES),
+                    args.threads,
+                    args.fresh,
+                    args.direct,
+                )
             )
         ]
-    title = f"fs tier, batches of {BATCH}, {args.threads} threads, page cache"
+    cache = "O_DIRECT" if args.direct else "page cache"
+    title = f"fs tier, batches of {BATCH}, {args.threads} threads, {cache}"
     show(title, found, args.json)
 
 
