@@ -232,7 +232,7 @@ async def test_a_tier_of_the_settings_cascades_as_they_say(tmp_path: Path) -> No
 
 @contextmanager
 def process(folder: Path, call: str) -> Iterator[subprocess.Popen[bytes]]:
-    tiers = [{"type": "stuck_kit:StuckTier", "call": call}]
+    tiers = [{"type": "stuck_kit:StuckTier", "call": call, "marker": str(folder / "hangs")}]
     command = [sys.executable, "-m", "kvstrata", "node", "--id", "a", "--stop-deadline", "1s"]
     command += ["--socket", str(folder / "a.sock"), "--host.shm-dir", str(folder)]
     command += ["--host.capacity", str(16 * PAGE), "--tiers", json.dumps(tiers)]
@@ -267,8 +267,7 @@ def test_a_process_ends_although_threads_hang(tmp_path: Path, call: str) -> None
 
 def test_a_process_that_is_stopped_while_a_tier_hangs_in_opening_ends(tmp_path: Path) -> None:
     with process(tmp_path, "open") as child:
-        eventually(lambda: regions(tmp_path))
-        time.sleep(0.2)
+        eventually((tmp_path / "hangs").exists)
         child.send_signal(signal.SIGTERM)
         assert child.wait(20) == 1
     assert regions(tmp_path) == []

@@ -123,6 +123,14 @@ async def find(
     return await store.find("reader", lease, [key(n) for n in numbers], want, wait)
 
 
+async def miss_while_loading(store: Store, tier: HeldTier, lease: int = 1) -> None:
+    """Look chunk 1 up, whose load has begun and is held back beyond the wait."""
+    before = len(tier.loads)
+    waiting = asyncio.create_task(find(store, 1, lease=lease, wait=0.3))
+    await until(lambda: len(tier.loads) > before)
+    assert await waiting == {}
+
+
 def tally(store: Store) -> dict[str, int]:
     c = store.counters
     assert c.asked == c.host_hits + sum(c.tier_hits.values()) + c.misses
@@ -227,7 +235,7 @@ async def test_a_wait_that_is_over_is_a_miss_and_the_slot_stays_until_the_tier_i
     tier.chunks = {key(1): payload(key(1))}
     tier.gate.clear()
     store = make_store(tier)
-    assert await find(store, 1, wait=0.01) == {}
+    await miss_while_loading(store, tier)
     assert store.host.usage().writing == PAGE
     assert store.counters.late_promotions == 1
     tier.gate.set()
@@ -459,14 +467,14 @@ async def test_a_load_that_outlives_its_slot_is_not_given_it_twice() -> None:
     tier.chunks = {key(1): payload(key(1))}
     tier.gate.clear()
     store = make_store(tier, clock=clock)
-    assert await find(store, 1, wait=0.01) == {}
+    await miss_while_loading(store, tier)
     clock.advance(61)
     store.host.expire()
     put(store, 1)  # an engine computed it meanwhile, and it was dropped again
     clock.advance(61)
     store.host.expire()
     assert store.host.drop() == 1
-    assert await find(store, 1, wait=0.01, lease=2) == {}
+    await miss_while_loading(store, tier, lease=2)
     assert len(tier.loads) == 2
     assert store.host.usage().quarantined == PAGE
     assert store.host.usage().writing == PAGE
@@ -481,7 +489,7 @@ async def test_a_load_overtaken_by_an_engine_leaves_nothing_pending() -> None:
     tier.chunks = {key(1): payload(key(1))}
     tier.gate.clear()
     store = make_store(tier, clock=clock)
-    assert await find(store, 1, wait=0.01) == {}
+    await miss_while_loading(store, tier)
     clock.advance(61)
     store.host.expire()
     put(store, 1)
@@ -501,8 +509,10 @@ async def test_what_is_too_late_evicts_nothing() -> None:
     tier.gate.clear()
     store = make_store(tier, pages=4, promotion_budget=0.25, clock=clock)
     put(store, 11, 12, 13)
-    assert await find(store, 1, 2, wait=0.01) == {}
+    waiting = asyncio.create_task(find(store, 1, 2, wait=0.5))
+    await until(lambda: tier.loads)
     clock.advance(1)
+    assert await waiting == {}
     tier.gate.set()
     await store.quiesce()
     assert tier.loads == [[key(1)]]
