@@ -18,6 +18,11 @@ _DESCRIPTION = """\
 Keys are lower-case hexadecimal: namespace digest (16 bytes), group (4), hash (1 to 32). Times are
 seconds since the epoch, durations are seconds. Every error is a problem document (RFC 9457) whose
 `code` names the condition. Lists take `after` (the `next` of the page before) and `limit`.
+
+Reports and lookups of many keys may be sent as `application/msgpack`: the same fields, but that a
+list of keys is a list of runs `{namespace, group, size, hashes}` in order, each for keys that share
+namespace (16 bytes), group (a number) and length of hash (`size`), with their hashes in one piece.
+The answer is the same JSON.
 """
 
 

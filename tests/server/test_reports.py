@@ -262,3 +262,38 @@ async def test_namespaces_are_kept_and_listed(place):
         assert known.document["model"] == "tiny"
     async with running(place) as r:
         assert (await r.control.namespaces()).namespaces == [known]
+
+
+async def test_a_node_that_is_away_for_long_is_forgotten(place):
+    async with running(place) as r:
+        for node in "ab":
+            await join(r.control, node, stores=("mount",))
+        await r.control.report("a", report(0, host(keys(9)), store("mount", keys(0, 1))))
+        r.clock.advance(1000)
+        await r.control.heartbeat("b", beat())
+        assert r.state.cluster.forget_old(1001) == []
+        r.clock.advance(2)
+        assert r.state.cluster.forget_old(1001) == ["a"]
+        with pytest.raises(Missing):
+            await r.control.node("a")
+        # What it found in the store that they share is the other's now.
+        assert await held(r.control, keys(0, 1, 9)) == {"b": {"fs": 2}}
+        clock = r.clock
+    async with running(place, clock) as r:
+        await r.control.heartbeat("b", beat())
+        assert [n.id for n in (await r.control.nodes()).nodes] == ["b"]
+        assert await held(r.control, keys(0, 1, 9)) == {"b": {"fs": 2}}
+        # It may come back as if it were new.
+        await join(r.control, "a", "i2")
+        assert (await r.control.report("a", report(0, host(keys(9)), incarnation="i2"))).applied
+
+
+async def test_a_server_that_has_just_started_forgets_nobody(place):
+    async with running(place) as r:
+        await join(r.control, "a")
+        clock = r.clock
+    clock.advance(5000)
+    async with running(place, clock) as r:
+        assert r.state.cluster.forget_old(1000) == []
+        clock.advance(1001)
+        assert r.state.cluster.forget_old(1000) == ["a"]
