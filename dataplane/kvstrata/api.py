@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints
 
 from kvstrata import errors
 from kvstrata.errors import Malformed
@@ -47,6 +47,9 @@ __all__ = [
     "NodePlacement",
     "NodeRegistration",
     "NodeState",
+    "OfKeys",
+    "OfModel",
+    "OfNamespaces",
     "Outcome",
     "PrefetchRequest",
     "Problem",
@@ -96,6 +99,17 @@ def from_hex(text: str) -> Key:
     split_key(raw)
     return Key(raw)
 
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool | str | bytes):
+        raise ValueError("a number is wanted, and not text or a truth value")
+    return value
+
+
+# JSON's types and no others: left to itself, pydantic takes `true` for 1 and "yes" for `true`. It
+# stands after the bounds, or the published document would not show those.
+NUMBER = BeforeValidator(_number)
+Flag = Annotated[bool, Strict()]
 
 # A pattern rather than a Python validator: 65,536 keys take 25 ms instead of 80 on the event
 # loop of the server, and the published document states it. 21 bytes: digest, group, 1 of hash.
@@ -153,7 +167,7 @@ class EventsAt(_Request):
     topic: Annotated[str, Field(max_length=512)] = ""
     model: Annotated[str, Field(max_length=512)] = ""
     """Only chunks of this model; empty: of all."""
-    rank: Annotated[int, Field(ge=0, le=1 << 31)] = 0
+    rank: Annotated[int, Field(ge=0, le=1 << 31), NUMBER] = 0
 
 
 class NodeRegistration(_Request):
@@ -164,7 +178,7 @@ class NodeRegistration(_Request):
     peer_address: Annotated[str, Field(max_length=255)] | None = None
     """Where other nodes reach its peer port (`tcp://10.0.0.7:7801`); None: can't be a source."""
     transports: list[Name] = []
-    capacity_bytes: Annotated[int, Field(ge=0)] = 0
+    capacity_bytes: Annotated[int, Field(ge=0), NUMBER] = 0
     stores: Annotated[list[StoreRef], Field(max_length=64)] = []
     events: Annotated[list[EventsAt], Field(max_length=64)] = []
 
@@ -182,9 +196,9 @@ class RegistrationReply(_Answer):
 
 
 class HostUse(_Request):
-    used_bytes: Annotated[int, Field(ge=0)]
-    capacity_bytes: Annotated[int, Field(ge=0)]
-    chunks: Annotated[int, Field(ge=0)]
+    used_bytes: Annotated[int, Field(ge=0), NUMBER]
+    capacity_bytes: Annotated[int, Field(ge=0), NUMBER]
+    chunks: Annotated[int, Field(ge=0), NUMBER]
 
 
 class HeartbeatRequest(_Request):
@@ -192,9 +206,9 @@ class HeartbeatRequest(_Request):
 
     incarnation: Name
     host: HostUse
-    healthy: bool = True
+    healthy: Flag = True
     detail: Annotated[str, Field(max_length=2000)] = ""
-    next_seq: Annotated[int, Field(ge=0)] | None = None
+    next_seq: Annotated[int, Field(ge=0), NUMBER] | None = None
     """`seq` of the node's next report: shows a server that lost the last ones that it did."""
     events: Annotated[list[EventsAt], Field(max_length=64)] | None = None
     """As registered: a server that has begun anew doesn't remember. None: as they were."""
@@ -255,7 +269,7 @@ class Report(_Request):
     """
 
     incarnation: Name
-    seq: Annotated[int, Field(ge=0)]
+    seq: Annotated[int, Field(ge=0), NUMBER]
     changes: Annotated[list[Change], Field(max_length=64)]
     snapshot: Literal["no", "first", "more", "last", "only"] = "no"
     namespaces: Annotated[list[str], Field(max_length=64)] = []
@@ -369,11 +383,11 @@ class TransferRequest(_Request):
     target: Name
     keys: Annotated[list[HexKey], Field(min_length=1, max_length=MAX_KEYS)]
     source: Name = "any"
-    priority: Annotated[int, Field(ge=0, le=9)] = 5
-    deadline: Annotated[float, Field(gt=0, le=3600)] = 60.0
-    hold: Annotated[float, Field(ge=0, le=3600)] = 60.0
-    byte_budget: Annotated[int, Field(gt=0)] | None = None
-    dry_run: bool = False
+    priority: Annotated[int, Field(ge=0, le=9), NUMBER] = 5
+    deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0
+    hold: Annotated[float, Field(ge=0, le=3600), NUMBER] = 60.0
+    byte_budget: Annotated[int, Field(gt=0), NUMBER] | None = None
+    dry_run: Flag = False
 
 
 class PrefetchRequest(_Request):
@@ -384,11 +398,11 @@ class PrefetchRequest(_Request):
 
     node: Name
     keys: Annotated[list[HexKey], Field(min_length=1, max_length=MAX_KEYS)]
-    priority: Annotated[int, Field(ge=0, le=9)] = 5
-    deadline: Annotated[float, Field(gt=0, le=3600)] = 60.0
-    hold: Annotated[float, Field(ge=0, le=3600)] = 60.0
-    byte_budget: Annotated[int, Field(gt=0)] | None = None
-    dry_run: bool = False
+    priority: Annotated[int, Field(ge=0, le=9), NUMBER] = 5
+    deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0
+    hold: Annotated[float, Field(ge=0, le=3600), NUMBER] = 60.0
+    byte_budget: Annotated[int, Field(gt=0), NUMBER] | None = None
+    dry_run: Flag = False
 
 
 class KeyOutcome(_Answer):
@@ -406,8 +420,8 @@ class LeaseRequest(_Request):
 
     node: Name
     keys: Annotated[list[HexKey], Field(min_length=1, max_length=MAX_KEYS)]
-    ttl: Annotated[float, Field(gt=0, le=3600)] = 60.0
-    deadline: Annotated[float, Field(gt=0, le=3600)] = 10.0
+    ttl: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0
+    deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 10.0
 
 
 class LeaseState(enum.StrEnum):
@@ -425,7 +439,7 @@ class LeaseInfo(_Answer):
     state: LeaseState
     node: str
     expires: float | None = None
-    """When it ends by itself; None while it is pending."""
+    """When it ends by itself, or did; None while it is pending, and if it holds nothing."""
     keys: list[KeyOutcome]
 
 
@@ -505,10 +519,10 @@ class Progress(_Request):
 
     incarnation: Name
     transfer: Name
-    final: bool
+    final: Flag
     outcomes: dict[HexKey, Outcome] = {}
     sources: dict[HexKey, Name] = {}
-    bytes: Annotated[int, Field(ge=0)] = 0
+    bytes: Annotated[int, Field(ge=0), NUMBER] = 0
     detail: Annotated[str, Field(max_length=2000)] = ""
 
 
@@ -534,25 +548,38 @@ class EvictionState(enum.StrEnum):
         return self is not EvictionState.RUNNING
 
 
+class OfKeys(_Request):
+    """Just these chunks."""
+
+    keys: Annotated[list[HexKey], Field(min_length=1, max_length=MAX_KEYS)]
+
+
+class OfNamespaces(_Request):
+    """All chunks of namespaces, by their digests."""
+
+    digests: Annotated[
+        list[Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]], Field(min_length=1, max_length=1000)
+    ]
+
+
+class OfModel(_Request):
+    """All chunks of a model, or of one revision of its weights."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    revision: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+
+
 class EvictionRequest(_Request):
     """POST /v1/evictions: have nodes give chunks up, as after new weights or on a tenant's request.
 
-    Which chunks: `keys`, or those of the namespaces with these `digests`, or of all namespaces of
-    this `model` (of one `revision` of it, if that is named). Just one of the three. `tiers` are
-    `host` and names of a node's tiers; None: all it can write to. `nodes` None: all that are up.
-    Chunks that are leased stay. Nothing keeps engines from storing the same chunks anew.
+    `tiers` are `host` and names of a node's tiers; None: all it can write to. `nodes` None: all
+    that are up. Chunks that are leased stay. Nothing keeps engines from storing them anew.
     """
 
-    keys: Annotated[list[HexKey], Field(min_length=1, max_length=MAX_KEYS)] | None = None
-    digests: (
-        Annotated[list[Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]], Field(min_length=1)]
-        | None
-    ) = None
-    model: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    revision: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    chunks: OfKeys | OfNamespaces | OfModel
     nodes: Annotated[list[Name], Field(min_length=1, max_length=10_000)] | None = None
     tiers: Annotated[list[Name], Field(min_length=1, max_length=64)] | None = None
-    deadline: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0
 
 
 class NodeEviction(_Answer):
@@ -583,7 +610,9 @@ class EvictionResult(_Request):
     """POST /v1/nodes/{id}/evictions/{eviction}: what the node dropped, or why it could not."""
 
     incarnation: Name
-    dropped: Annotated[dict[Name, Annotated[int, Field(ge=0)]] | None, Field(max_length=64)] = None
+    dropped: Annotated[
+        dict[Name, Annotated[int, Field(ge=0), NUMBER]] | None, Field(max_length=64)
+    ] = None
     detail: Annotated[str, Field(max_length=2000)] = ""
 
 

@@ -36,14 +36,9 @@ class Gate:
             await self._app(scope, receive, send)
             return
         client = _client_of(scope)
-        # Who guesses is slowed down, whatever they guess now.
-        if wait := self._state.guesses.would_wait(client):
-            await _too_often(wait)(scope, receive, send)
-            return
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
         identity = self._state.tokens.identify(given.strip() if scheme.lower() == "bearer" else "")
         if identity is None:
-            self._state.guesses.wait(client)
             detail = "the bearer token is not one in use" if given else "this needs a bearer token"
             await problem(401, detail)(scope, receive, send)
             return

@@ -24,7 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from kvstrata import api
 from kvstrata.api import EvictionState
-from kvstrata.errors import Busy, Malformed, Missing
+from kvstrata.errors import Busy, Missing
 from kvstrata_server.clock import Clock
 from kvstrata_server.cluster import Cluster, Node
 from kvstrata_server.database import Database
@@ -128,8 +128,7 @@ class Evictions:
             self._active[row.id] = _loaded(row)
 
     async def create(self, asked: api.EvictionRequest) -> api.EvictionInfo:
-        """Raises `Malformed` if it doesn't say which chunks, or in two ways; `Missing` for nodes
-        and models that nobody knows; `Busy`."""
+        """Raises `Missing` for nodes and models that nobody knows, `Busy`."""
         what = self._what(asked)
         if asked.nodes is None:
             nodes = [node.id for node in self._cluster.up()]
@@ -245,19 +244,18 @@ class Evictions:
         self._writer.put(_Put(eviction.row()))
 
     def _what(self, asked: api.EvictionRequest) -> dict[str, list[str]]:
-        named = [asked.keys is not None, asked.digests is not None, asked.model is not None]
-        if sum(named) != 1 or (asked.revision is not None and asked.model is None):
-            raise Malformed("name just one of `keys`, `digests` and `model` (with a `revision`)")
-        digests: Sequence[str] = asked.digests or []
-        if asked.model is not None:
-            digests = self._cluster.namespaces.of_model(asked.model, asked.revision)
+        chunks = asked.chunks
+        keys = chunks.keys if isinstance(chunks, api.OfKeys) else []
+        digests: Sequence[str] = chunks.digests if isinstance(chunks, api.OfNamespaces) else []
+        if isinstance(chunks, api.OfModel):
+            digests = self._cluster.namespaces.of_model(chunks.model, chunks.revision)
             if not digests:
                 raise Missing(
-                    f"no namespace of model {asked.model!r} is known here: GET /v1/namespaces "
-                    "shows them"
+                    f"no namespace of model {chunks.model!r}, in that revision, is known here: "
+                    "GET /v1/namespaces shows them"
                 )
         return {
-            "keys": list(dict.fromkeys(asked.keys or [])),
+            "keys": list(dict.fromkeys(keys)),
             "digests": list(dict.fromkeys(digests)),
             "tiers": list(dict.fromkeys(asked.tiers or [])),
         }

@@ -114,7 +114,9 @@ EXAMPLES: dict[str, tuple[BaseModel | None, BaseModel]] = {
         ),
     ),
     "create_eviction": (
-        api.EvictionRequest(model="meta-llama/Llama-3.1-8B", revision="0e9e39f2", deadline=30),
+        api.EvictionRequest(
+            chunks=api.OfModel(model="meta-llama/Llama-3.1-8B", revision="0e9e39f2"), deadline=30
+        ),
         api.EvictionInfo(
             id="01a2281c3a10-1f0d6c72b3a958e4",
             state=api.EvictionState.RUNNING,

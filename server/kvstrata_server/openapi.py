@@ -41,12 +41,39 @@ def document(app: FastAPI) -> dict[str, Any]:
     components.setdefault("schemas", {})["Problem"] = Problem.model_json_schema(
         ref_template="#/components/schemas/{model}"
     )
+    _close(made)
+    for operations in made["paths"].values():
+        for operation in operations.values():
+            _name_types(operation.get("parameters", []))
     components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     made["security"] = [{"bearer": []}]
     for path in OPEN_PATHS:
         for operation in made["paths"][path].values():
             operation["security"] = []
     return made
+
+
+def _close(schema: Any) -> None:
+    """Say of objects with patterns of names that they have no others: pydantic refuses those, and
+    leaves that out."""
+    if isinstance(schema, dict):
+        if "patternProperties" in schema:
+            schema.setdefault("additionalProperties", False)
+        for part in schema.values():
+            _close(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            _close(part)
+
+
+def _name_types(parameters: list[dict[str, Any]]) -> None:
+    """A query or a header leaves a value out; it can't say null, as FastAPI would have it."""
+    for parameter in parameters:
+        schema = parameter["schema"]
+        kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
+        if len(kinds) == 1:
+            del schema["anyOf"]
+            schema |= kinds[0]
 
 
 def text(app: FastAPI) -> str:

@@ -40,9 +40,6 @@ _FORGET_INTERVAL = 60.0
 _FLUSH_TIMEOUT = 10.0
 _NODE_RETENTION = 7 * 86400.0
 """Nodes away for longer are forgotten."""
-# Wrong tokens from one address: so many at once, then so many a second.
-_GUESSES = 20
-_GUESS_RATE = 1.0
 
 
 class ControlState:
@@ -55,7 +52,6 @@ class ControlState:
         self.database = Database(settings.database)
         self.tokens = Tokens(self.database, clock, settings.token)
         self.rate = RateLimit(settings.rate_limit, 2 * settings.rate_limit, clock)
-        self.guesses = RateLimit(_GUESS_RATE, _GUESSES, clock)
         self.writer = Writer(self.database)
         name = secrets.token_hex(8)
         self.index = PlacementIndex(shared_ids=self.database.shared)

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from kvstrata.api import HTTP_STATUS, Problem
 from kvstrata.errors import Malformed, PeerRefused
@@ -96,7 +97,10 @@ def install(app: FastAPI) -> None:
         detail = str(error.detail)
         if error.status_code == 404:
             detail = f"there is nothing at {request.url.path}: see /openapi.json"
-        return problem(error.status_code, detail, headers=dict(error.headers or {}))
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = ", ".join(_allowed(app, request))
+        return problem(error.status_code, detail, headers=headers)
 
     async def invalid(request: Request, error: Any) -> Response:
         found = [
@@ -117,6 +121,18 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, unexpected)
 
 
+def _allowed(app: FastAPI, request: Request) -> list[str]:
+    """What may be done at this path: a route by itself knows only its own method."""
+    return [
+        method
+        for method in ("DELETE", "GET", "PATCH", "POST", "PUT")
+        if any(
+            route.matches({**request.scope, "method": method})[0] is Match.FULL
+            for route in app.router.routes
+        )
+    ]
+
+
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """What a route may answer besides success, for its entry in the API's document."""
     return {
@@ -124,5 +140,5 @@ def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
             "description": _TITLES[status],
             "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
         }
-        for status in sorted({401, 403, 413, 422, 429, *statuses, 500})
+        for status in sorted({400, 401, 403, 413, 422, 429, *statuses, 500})
     }

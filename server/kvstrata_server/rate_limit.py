@@ -39,12 +39,6 @@ class RateLimit:
             return 0.0
         return (1 - bucket.left) / self._rate
 
-    def would_wait(self, client: str) -> float:
-        """The same, and nothing is counted."""
-        if self._rate <= 0 or client not in self._buckets:
-            return 0.0
-        return max(0.0, (1 - self._filled(client).left) / self._rate)
-
     def _filled(self, client: str) -> _Bucket:
         now = self._clock()
         bucket = self._buckets.setdefault(client, _Bucket(self._burst, now))

@@ -6,7 +6,7 @@ from server_kit import DOCUMENT, NAMESPACE, join, keys, report, running
 
 from kvstrata import api
 from kvstrata.api import EvictionState
-from kvstrata.errors import Expired, Malformed, Missing
+from kvstrata.errors import Expired, Missing
 
 S = EvictionState
 NEWER = replace(NAMESPACE, revision="r2")
@@ -19,8 +19,9 @@ async def nodes(r, *names):
     await r.control.report(names[0], report(0, namespaces=documents))
 
 
-async def ask(r, **what):
-    return await r.control.create_eviction(api.EvictionRequest(**what))
+async def ask(r, nodes=None, tiers=None, deadline=60.0, **chunks):
+    asked = api.EvictionRequest(chunks=chunks, nodes=nodes, tiers=tiers, deadline=deadline)
+    return await r.control.create_eviction(asked)
 
 
 async def told(r, node, incarnation="i1"):
@@ -71,21 +72,35 @@ async def test_a_model_or_a_revision_or_a_namespace(tmp_path, what, expected):
 
 
 @pytest.mark.parametrize(
-    ("what", "error", "said"),
+    ("what", "said"),
     [
-        ({}, Malformed, "just one of"),
-        ({"keys": keys(1), "model": "tiny"}, Malformed, "just one of"),
-        ({"digests": ["ab" * 16], "revision": "r1"}, Malformed, "just one of"),
-        ({"model": "huge"}, Missing, "'huge'"),
-        ({"model": "tiny", "revision": "r9"}, Missing, "'tiny'"),
-        ({"model": "tiny", "nodes": ["z"]}, Missing, "'z'"),
+        ({"model": "huge"}, "'huge'"),
+        ({"model": "tiny", "revision": "r9"}, "'tiny'"),
+        ({"model": "tiny", "nodes": ["z"]}, "'z'"),
     ],
 )
-async def test_what_can_not_be_asked_says_why(tmp_path, what, error, said):
+async def test_what_nobody_knows_is_an_error(tmp_path, what, said):
     async with running(tmp_path) as r:
         await nodes(r, "a")
-        with pytest.raises(error, match=said):
+        with pytest.raises(Missing, match=said):
             await ask(r, **what)
+        assert await told(r, "a") == []
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        {},
+        {"keys": keys(1), "model": "tiny"},
+        {"digests": ["ab" * 16], "revision": "r1"},
+        {"keys": []},
+    ],
+)
+async def test_it_says_in_one_way_which_chunks(tmp_path, chunks):
+    async with running(tmp_path) as r:
+        await nodes(r, "a")
+        answer = await r.http.post("/v1/evictions", json={"chunks": chunks})
+        assert answer.status_code == 422
         assert await told(r, "a") == []
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from kvstrata.errors import Malformed, Missing
@@ -33,10 +33,29 @@ _MOST_TOKENS = 1 << 20
 # Up to here hashing takes no longer than a change of threads is worth.
 _FEW_TOKENS = 2048
 
-_U64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool | str):
+        raise ValueError("a number is wanted")
+    return value
+
+
+def _numbers(value: Any) -> Any:
+    """Of a whole list at once: a prompt may have a million tokens."""
+    if isinstance(value, list) and not {*map(type, value)} <= {int, float}:
+        raise ValueError("numbers are wanted")
+    return value
+
+
+# `true` is no number, whatever pydantic takes it for.
+_WHOLE = BeforeValidator(_number)
+_WHOLES = BeforeValidator(_numbers)
+# Validators of JSON Schema compare as doubles do: the next one is 2^64.
+_MOST_U64 = (1 << 64) - (1 << 11)
+_U64 = Annotated[int, Field(ge=-(1 << 63), le=_MOST_U64)]
 _Text = Annotated[str, Field(max_length=512)]
 _Name = Annotated[str, Field(min_length=1, max_length=512)]
-_Id = Annotated[int, Field(ge=0, lt=1 << 64)] | Annotated[str, Field(min_length=1, max_length=128)]
+_Id = Annotated[int, Field(ge=0), _WHOLE] | Annotated[str, Field(min_length=1, max_length=128)]
 _Model = Annotated[_Name, Field(validation_alias=AliasChoices("model_name", "model", "modelname"))]
 _TENANT = AliasChoices("tenant_id", "routing_group")
 _Tenant = Annotated[_Text, Field(validation_alias=_TENANT)]
@@ -66,8 +85,8 @@ class InstanceRegistration(_Asked):
     endpoint: _Name
     """Where a node publishes its KV events."""
     model_name: _Model
-    block_size: Annotated[int, Field(ge=1, lt=1 << 31)]
-    dp_rank: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    block_size: Annotated[int, Field(ge=1, lt=1 << 31), _WHOLE]
+    dp_rank: Annotated[int, Field(ge=0, lt=1 << 31), _WHOLE] | None = None
     replay_endpoint: _Text | None = None
     """Not used: a node says itself where it replays."""
     tenant_id: _Tenant = DEFAULT_TENANT
@@ -80,7 +99,7 @@ class InstanceRemoval(_Asked):
 
     instance_id: _Id
     model_name: _Model
-    dp_rank: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    dp_rank: Annotated[int, Field(ge=0, lt=1 << 31), _WHOLE] | None = None
     tenant_id: Annotated[_Text | None, Field(validation_alias=_TENANT)] = None
 
 
@@ -107,9 +126,9 @@ class PrefixQuery(_Query):
     model_config = _example(model_name="Qwen/Qwen3-32B", token_ids=[9707, 11, 1879, 0])
 
     token_ids: Annotated[
-        list[Annotated[int, Field(ge=0, lt=1 << 32)]], Field(max_length=_MOST_TOKENS)
+        list[Annotated[int, Field(ge=0, lt=1 << 32)]], Field(max_length=_MOST_TOKENS), _WHOLES
     ]
-    block_size: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    block_size: Annotated[int, Field(ge=1, lt=1 << 31), _WHOLE] | None = None
     lora_name: _Text | None = None
     cache_salt: _Text | None = None
 
@@ -119,9 +138,9 @@ class HashQuery(_Query):
 
     model_config = _example(model_name="Qwen/Qwen3-32B", block_hashes=[-3803038268031200164])
 
-    block_hashes: Annotated[list[_U64], Field(max_length=_MOST_TOKENS)] | None = None
+    block_hashes: Annotated[list[_U64], Field(max_length=_MOST_TOKENS), _WHOLES] | None = None
     """Dynamo's: of each block by itself."""
-    seq_hashes: Annotated[list[_U64], Field(max_length=_MOST_TOKENS)] | None = None
+    seq_hashes: Annotated[list[_U64], Field(max_length=_MOST_TOKENS), _WHOLES] | None = None
     """Mooncake's: of each block together with all before it."""
 
 

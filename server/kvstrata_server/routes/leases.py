@@ -80,6 +80,6 @@ async def _lease(transfer_id: str, state: ControlState) -> api.LeaseInfo:
         id=info.id,
         state=lease,
         node=info.target,
-        expires=until if info.state.ended else None,
+        expires=until or None,
         keys=info.keys,
     )

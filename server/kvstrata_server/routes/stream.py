@@ -22,6 +22,7 @@ router = APIRouter(prefix="/v1", tags=["events"])
 
 State = Annotated[ControlState, Depends(state_of)]
 
+_CURSOR = r"^([0-9a-f]{1,32}:[0-9]{1,18})?$"
 # Proxies close what is silent for longer.
 _SILENCE = 10.0
 # A reader that takes nothing for so long is dropped. It may come back for what it missed.
@@ -31,7 +32,20 @@ _MOST_KEYS = 5000
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "Server-sent events",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        # Of one event, as OpenAPI describes streams since 3.2.
+        "content": {
+            "text/event-stream": {
+                "schema": {
+                    "type": "object",
+                    "required": ["event", "data"],
+                    "properties": {
+                        "id": {"type": "string", "description": "The cursor"},
+                        "event": {"enum": ["start", "placements", "voided", "node"]},
+                        "data": {"type": "string", "contentMediaType": "application/json"},
+                    },
+                }
+            }
+        },
     }
 }
 _LINES: dict[int | str, dict[str, Any]] = {
@@ -45,9 +59,10 @@ _LINES: dict[int | str, dict[str, Any]] = {
 @router.get("/events", response_class=Response, responses={**responses(410), **_STREAM})
 async def stream_events(
     state: State,
-    last_event_id: Annotated[str | None, Header(max_length=128)] = None,
+    last_event_id: Annotated[str | None, Header(pattern=_CURSOR)] = None,
     since: Annotated[
-        str | None, Query(max_length=128, description="Cursor, where no header can be sent")
+        str | None,
+        Query(pattern=_CURSOR, description="Cursor, where no header can be sent"),
     ] = None,
 ) -> Response:
     """Server-sent events from the cursor on, or from now on. The `id` of an event is its cursor:
@@ -63,7 +78,7 @@ async def stream_events(
     Applying an event twice does no harm. A node that falls silent is not told of: see `/v1/nodes`.
     """
     asked = last_event_id or since
-    cursor = state.feed.cursor if asked is None else asked
+    cursor = asked or state.feed.cursor
     state.feed.number_of(cursor)
     return _EventStream(state.feed, cursor, state.index.families)
 
