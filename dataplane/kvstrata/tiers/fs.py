@@ -17,22 +17,21 @@ and how that ends, is in `fs_health`; what goes on in the background in `fs_upke
     fs_shared    the others on the mount      fs_lease       who evicts
     fs_health    what is wrong with it        fs_news        what they tell each other
     fs_threads   threads that may hang        fs_system      the system's calls, to be faked
+    fs_work      what they do to a chunk      fs_options     what can be set
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from kvstrata.errors import ConfigError, Corrupt
+from kvstrata.errors import ConfigError
 from kvstrata.keys import DIGEST_BYTES, Key
 from kvstrata.tiers.base import Item, Outcome, Tier, TierContext, Usage
 from kvstrata.tiers.calls import Call
-from kvstrata.tiers.fs_core import LATE, Core, Done, failed
-from kvstrata.tiers.fs_files import SetAside
+from kvstrata.tiers.fs_core import Core
 from kvstrata.tiers.fs_format import file_bytes
 from kvstrata.tiers.fs_health import Condition
 from kvstrata.tiers.fs_index import Held
@@ -41,6 +40,7 @@ from kvstrata.tiers.fs_root import Root
 from kvstrata.tiers.fs_system import FileSystem
 from kvstrata.tiers.fs_threads import Workers
 from kvstrata.tiers.fs_upkeep import Upkeep
+from kvstrata.tiers.fs_work import LATE, Done, failed
 
 __all__ = ["FsOptions", "FsTier"]
 
@@ -98,7 +98,9 @@ class FsTier(Tier):
                 return [False] * len(keys)
             unknown = [key for key in dict.fromkeys(keys) if key not in core.index]
             if unknown:
-                probed = await core.probers.spread(call, self._probe, unknown, LATE, memory=False)
+                probed = await core.probers.spread(
+                    call, core.work.probe, unknown, LATE, memory=False
+                )
                 for key, d in zip(unknown, probed, strict=True):
                     if d.outcome is Outcome.PRESENT:
                         core.index.learn(key, d.disk_bytes, d.time)
@@ -127,7 +129,7 @@ class FsTier(Tier):
             admitted, claim = await self._admit(call, absent, keep=first.keys())
             try:
                 await self._describe(call, admitted)
-                done = await core.writers.spread(call, self._store, admitted, LATE)
+                done = await core.writers.spread(call, core.work.store, admitted, LATE)
                 done = await self._try_again_if_full(call, admitted, done, keep=first.keys())
                 items, done = [*there, *admitted], [*present, *done]
                 await self._settle_store(call, items, done, mark, began)
@@ -150,7 +152,7 @@ class FsTier(Tier):
             keys = [item.key for item in batch]
             expired, known, mark = self._expired(keys), core.index_of(keys), core.mark()
             wanted = [item for item in batch if item.key not in expired]
-            done = await core.readers.spread(call, self._load, wanted, LATE)
+            done = await core.readers.spread(call, core.work.load, wanted, LATE)
             self._settle_load(wanted, done, known, mark)
             results = iter(done)
             return [Outcome.MISSING if key in expired else next(results).outcome for key in keys]
@@ -206,51 +208,6 @@ class FsTier(Tier):
             await core.off(core.keeper, core.root.close, None)
         core.close()
 
-    # ------------------------------------------------------------ one chunk, in a thread
-
-    def _probe(self, key: Key) -> Done:
-        try:
-            found = self._core.files.probe(key)
-        except OSError as e:
-            return failed(e)
-        if found is None:
-            return Done(Outcome.MISSING)
-        return Done(Outcome.PRESENT, found[0], time=found[1])
-
-    def _look_for(self, item: Item) -> Done:
-        try:
-            there = self._core.files.present(item.key, item.view.nbytes)
-        except OSError as e:
-            return failed(e)
-        return Done(_MISSING) if there is None else Done(Outcome.PRESENT, there, parent=item.parent)
-
-    def _store(self, item: Item) -> Done:
-        try:
-            written = self._core.files.write(item.key, item.view, item.checksum, item.parent)
-        except OSError as e:
-            return failed(e)
-        outcome = Outcome.STORED if written.new else Outcome.PRESENT
-        return Done(outcome, written.disk_bytes, parent=item.parent, direct=written.direct)
-
-    def _load(self, item: Item) -> Done:
-        files = self._core.files
-        try:
-            try:
-                read = files.read(item.key, item.view, item.exact)
-            except OSError as e:
-                if e.errno != errno.ESTALE:
-                    raise
-                # Replaced or removed on the server while we had it open: what is there now?
-                read = files.read(item.key, item.view, item.exact)
-        except FileNotFoundError:
-            return Done(Outcome.MISSING)
-        except Corrupt as e:
-            return Done(Outcome.CORRUPT, set_aside=isinstance(e, SetAside), error=str(e))
-        except OSError as e:
-            done = failed(e)
-            return Done(Outcome.FAILED, error=done.error, condition=done.condition)
-        return Done(Outcome.LOADED, read.disk_bytes, parent=read.parent, direct=read.direct)
-
     # ------------------------------------------------------------ on the loop
 
     async def _confirm(
@@ -262,7 +219,7 @@ class FsTier(Tier):
         """
         core = self._core
         known = [item for item in items if item.key in core.index]
-        done = await core.writers.spread(call, self._look_for, known, LATE, memory=False)
+        done = await core.writers.spread(call, core.work.look_for, known, LATE, memory=False)
         there = {i.key: d for i, d in zip(known, done, strict=True) if d.outcome is not _MISSING}
         gone = [i.key for i, d in zip(known, done, strict=True) if d.outcome is _MISSING]
         core.announce([key for key in gone if core.drop(key)])
@@ -304,7 +261,7 @@ class FsTier(Tier):
             return done
         wanted = sum(file_bytes(items[i].view.nbytes) for i in full)
         if await core.make_room_on_disk(call, wanted, keep):
-            again = await core.writers.spread(call, self._store, [items[i] for i in full], LATE)
+            again = await core.writers.spread(call, core.work.store, [items[i] for i in full], LATE)
             for i, d in zip(full, again, strict=True):
                 done[i] = d
         return done
@@ -365,7 +322,7 @@ class FsTier(Tier):
             if not doubtful:
                 break
             mark = core.mark()
-            probed = await core.probers.spread(call, self._probe, doubtful, LATE, memory=False)
+            probed = await core.probers.spread(call, core.work.probe, doubtful, LATE, memory=False)
             for key, d in zip(list(doubtful), probed, strict=True):
                 if d.outcome is not Outcome.PRESENT:
                     gone.add(key)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -18,15 +17,16 @@ from kvstrata.keys import Key
 from kvstrata.tiers.base import Item, Outcome, TierContext
 from kvstrata.tiers.calls import Call, Calls
 from kvstrata.tiers.fs_files import DIRECT_FROM, ChunkFiles
-from kvstrata.tiers.fs_health import Condition, Health, condition_of
+from kvstrata.tiers.fs_health import Condition, Health
 from kvstrata.tiers.fs_index import Held, Index
 from kvstrata.tiers.fs_options import FsOptions
 from kvstrata.tiers.fs_quarantine import Quarantine
 from kvstrata.tiers.fs_root import Root
 from kvstrata.tiers.fs_shared import Shared
 from kvstrata.tiers.fs_threads import Workers
+from kvstrata.tiers.fs_work import LATE, Done, Work
 
-__all__ = ["LATE", "Core", "Done", "FsCalls", "failed"]
+__all__ = ["Core", "FsCalls"]
 
 R = TypeVar("R")
 
@@ -35,30 +35,6 @@ _log = logging.getLogger(__name__)
 # Removed between two looks at the lease.
 _FENCED = 256
 _POLL = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """What became of one chunk in a thread."""
-
-    outcome: Outcome
-    disk_bytes: int = 0
-    parent: Key | None = None
-    time: float = 0.0
-    direct: bool = False
-    set_aside: bool = False
-    error: str = ""
-    condition: Condition | None = None
-
-
-LATE = Done(Outcome.FAILED)
-
-
-def failed(error: OSError) -> Done:
-    condition = condition_of(error)
-    full = condition is Condition.FULL
-    outcome = Outcome.NO_ROOM if full else Outcome.FAILED
-    return Done(outcome, error=str(error), condition=condition)
 
 
 class FsCalls(Calls):
@@ -111,6 +87,7 @@ class Core:
         quarantine = Quarantine(root, options.quarantine_files, options.quarantine_bytes)
         direct_from = 0 if options.direct == "on" else DIRECT_FROM
         self.files = ChunkFiles(root, quarantine, direct_from)
+        self.work = Work(self.files)
         self.now = root.system.now
         self.index = Index()
         self.shared = Shared(root, clock, self.capacity)
@@ -261,7 +238,7 @@ class Core:
             if fenced and not may:
                 break
             known = self.index_of(batch)
-            done = await self.writers.spread(call, self._unlink, batch, LATE, memory=False)
+            done = await self.writers.spread(call, self.work.unlink, batch, LATE, memory=False)
             self.report(done)
             for key, d in zip(batch, done, strict=True):
                 if d.outcome is Outcome.FAILED:
@@ -278,13 +255,6 @@ class Core:
         if removed:
             self.health.end(Condition.FULL)
         return removed
-
-    def _unlink(self, key: Key) -> Done:
-        """In a thread."""
-        try:
-            return Done(Outcome.PRESENT if self.files.remove(key) else Outcome.MISSING)
-        except OSError as e:
-            return Done(Outcome.FAILED, error=str(e), condition=condition_of(e))
 
     # ------------------------------------------------------------ errors
 
