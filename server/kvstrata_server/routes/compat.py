@@ -31,7 +31,7 @@ Who = Annotated[Identity, Depends(identity_of)]
 
 _MOST_TOKENS = 1 << 20
 # Up to here hashing takes no longer than a change of threads is worth.
-_FEW_TOKENS = 2048
+_FEW_TOKENS = 16_384
 
 
 def _number(value: Any) -> Any:
