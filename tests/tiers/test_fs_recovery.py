@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fs_kit import FaultySystem, item, key, loads, path
 
-from kvstrata.keys import make_key
+from kvstrata.keys import Key, make_key
 from kvstrata.testing import FakeClock
 from kvstrata.testing.waiting import until
 from kvstrata.tiers.base import Outcome, TierContext
@@ -37,13 +37,19 @@ def system() -> FaultySystem:
 
 
 @pytest.fixture
+def found() -> list[Key]:
+    """What the node was told that walks have found."""
+    return []
+
+
+@pytest.fixture
 async def opened(
-    tmp_path: Path, clock: FakeClock, system: FaultySystem
+    tmp_path: Path, clock: FakeClock, system: FaultySystem, found: list[Key]
 ) -> AsyncIterator[Callable[..., Any]]:
     tiers: list[FsTier] = []
 
     async def open_tier(**options: Any) -> FsTier:
-        context = TierContext("node", clock=clock)
+        context = TierContext("node", clock=clock, on_found=found.extend)
         tiers.append(await FsTier.open({"root": tmp_path, **options}, context, system))
         return tiers[-1]
 
@@ -91,16 +97,18 @@ async def test_links_are_learned_from_headers(opened: Callable[..., Any]) -> Non
 
 
 async def test_opening_does_not_wait_for_a_long_walk(
-    opened: Callable[..., Any], system: FaultySystem, tmp_path: Path
+    opened: Callable[..., Any], system: FaultySystem, tmp_path: Path, found: list[Key]
 ) -> None:
-    tier = await opened(capacity=6 * CHUNK)
-    await tier.store([item(i) for i in range(3)])
+    tier = await opened(capacity=7 * CHUNK)
+    await tier.store([item(i) for i in range(4)])
     await tier.close()
-    inner = {str(path(tmp_path, i).parent) for i in range(3)}
+    inner = {str(path(tmp_path, i).parent) for i in range(4)}
     system.only = inner.__contains__
     system.hold("entries")
-    tier = await opened(capacity=6 * CHUNK, recovery_wait="50ms")
-    assert tier.keys() == []
+    found.clear()
+    full = {"capacity": 7 * CHUNK, "high_watermark": 1, "low_watermark": 1}
+    tier = await opened(recovery_wait="50ms", **full)
+    assert tier.keys() == found == []
     assert "recovering" in tier.usage().detail or await asyncio.to_thread(system.reached.wait, 9)
     assert tier.usage().healthy
     # What is not found yet is looked for, and what is there takes room.
@@ -109,8 +117,9 @@ async def test_opening_does_not_wait_for_a_long_walk(
     assert await tier.store([item(10 + i) for i in range(5)]) == [STORED] * 3 + [NO_ROOM] * 2
     system.let_go()
     await until(lambda: "recovering" not in tier.usage().detail)
-    assert len(tier.keys()) == 6
-    assert tier.usage().used_bytes == 6 * CHUNK
+    assert len(tier.keys()) == 7
+    assert found == [key(3)], "the node was not told what it did not know"
+    assert tier.usage().used_bytes == 7 * CHUNK
 
 
 async def test_many_files_are_found_in_seconds(tmp_path: Path) -> None:

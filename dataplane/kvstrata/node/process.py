@@ -239,7 +239,11 @@ class Node:
                 self.store.placements.removed(store_id, keys)
                 self.store.lost(name, keys)
 
-        return TierContext(self.settings.id, self._clock, self.namespaces.get, removed)
+        def found(keys: Sequence[Key]) -> None:
+            if location:
+                self.store.placements.added(location[1], keys)
+
+        return TierContext(self.settings.id, self._clock, self.namespaces.get, removed, found)
 
     async def _open_metrics(self) -> None:
         from kvstrata.node.metrics import NodeCollector, serve

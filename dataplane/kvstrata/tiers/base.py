@@ -91,13 +91,16 @@ class TierContext:
 
     `namespace_of(digest)` is the document of a namespace the node knows, else None.
     `on_removed(keys)` must be called, on the event loop, when the tier drops chunks by itself
-    (eviction, quarantine), so that the index does not offer them.
+    (eviction, quarantine), so that the index does not offer them. `on_found(keys)` is the other
+    way round, for chunks that a tier comes to know of while it is open and nobody stored through
+    it: one whose start-up goes on beside the work.
     """
 
     node_id: str
     clock: Callable[[], float] = time.monotonic
     namespace_of: Callable[[bytes], Namespace | None] = lambda digest: None
     on_removed: Callable[[Sequence[Key]], None] = _ignore
+    on_found: Callable[[Sequence[Key]], None] = _ignore
 
 
 class Tier(ABC):

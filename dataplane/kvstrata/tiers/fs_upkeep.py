@@ -282,7 +282,9 @@ class Upkeep:
                     if step is None:
                         return  # later again
                     there = [f for f in step.found if f.key not in core.gone]
-                    core.index.recover(there)
+                    new = core.index.recover(there)
+                    if new:
+                        core.context.on_found(new)
                     core.counters["corrupt"] += step.broken
                     found += there
                 if not core.recovered:
