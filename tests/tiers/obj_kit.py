@@ -48,6 +48,9 @@ class S3(NamedTuple):
     def stall(self) -> Iterator[None]:
         """It takes connections, and does nothing with them."""
         os.kill(self.pid, signal.SIGSTOP)
+        stats = list(Path(f"/proc/{self.pid}/task").glob("*/stat"))
+        # On a busy machine they run on for a moment.
+        eventually(lambda: all(s.read_text().rpartition(")")[2].split()[0] == "T" for s in stats))
         try:
             yield
         finally:

@@ -14,7 +14,7 @@ from functools import partial
 from kvstrata.errors import Missing
 from kvstrata.tiers.calls import Call
 from kvstrata.tiers.obj_client import ObjectClient
-from kvstrata.tiers.obj_conditions import meaning
+from kvstrata.tiers.obj_conditions import AlreadyThere, meaning
 from kvstrata.tiers.obj_format import Header
 from kvstrata.tiers.obj_pace import Retry
 
@@ -42,7 +42,10 @@ class PartedUploads:
         self._under_way.add(upload)
         try:
             tags = await self._send(call, name, upload, view)
-            await retry.run(call, lambda: client.end_upload(name, upload, tags, only_if_absent))
+            try:
+                await retry.run(call, lambda: client.end_upload(name, upload, tags, only_if_absent))
+            except Missing as e:
+                raise AlreadyThere("a try whose answer was lost may have ended it") from e
         except BaseException:
             await self._abort(name, upload)
             raise
