@@ -265,6 +265,8 @@ class Upkeep:
         """Learn what is on disk; the first walk recovers the index."""
         core = self._core
         core.gone = {}
+        if not core.recovered:
+            self.progress = "recovering"
         before = list(core.index)
         began, wall = core.clock(), core.now()
         found: list[Found] = []
