@@ -70,7 +70,7 @@ class Usage:
     """Bytes and chunks held now; `capacity_bytes` is None where the tier has no bound.
 
     `counters` are monotonic (`corrupt`, `evicted`, ...); `healthy` is False while the tier
-    answers miss for a reason that `detail` tells.
+    answers miss, or takes no stores, for a reason that `detail` tells.
     """
 
     used_bytes: int
