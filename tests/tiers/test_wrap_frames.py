@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,35 @@ async def test_what_cannot_be_removed_is_not_offered_again(
         assert await store.tier.store([store.stored]) == [Outcome.FAILED]
     # It can be removed now: a store does so first.
     assert await store.tier.store([store.stored]) == [Outcome.STORED]
+    into = blank(store.stored)
+    assert await store.tier.load([into]) == [Outcome.LOADED]
+    assert into.view == store.stored.view
+    await store.tier.close()
+
+
+async def test_an_eviction_under_way_does_not_meet_what_is_stored_next(
+    tmp_path: Path, removed: list[Key], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await opened("checked", "hard", tmp_path, removed)
+    evict, reached, go_on = store.inner.evict, asyncio.Event(), asyncio.Event()
+
+    async def slow(keys: list[Key]) -> list[bool]:
+        reached.set()
+        await go_on.wait()
+        return await evict(keys)
+
+    monkeypatch.setattr(store.inner, "evict", slow)
+    store.inner.chunks[store.stored.key] = bytes(len(store.good[0])), 0
+    load = asyncio.ensure_future(store.tier.load([blank(store.stored)]))
+    await reached.wait()
+    load.cancel()  # the eviction goes on without it
+    await asyncio.wait([load])
+    again = asyncio.ensure_future(store.tier.store([store.stored]))
+    await asyncio.sleep(0)
+    go_on.set()
+    assert await again == [Outcome.STORED]
+    await store.tier.drain()
+    assert removed == [store.stored.key]
     into = blank(store.stored)
     assert await store.tier.load([into]) == [Outcome.LOADED]
     assert into.view == store.stored.view

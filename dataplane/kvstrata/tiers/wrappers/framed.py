@@ -111,7 +111,8 @@ class Framed(Wrapper):
 
     async def store(self, batch: Sequence[Item], deadline: float | None = None) -> list[Outcome]:
         with self._calls.running(deadline) as call:
-            await self._retire([i.key for i in batch if i.key in self._shunned], deadline)
+            left = self._left(deadline)
+            await self._shunned.make_way(self.inner, [item.key for item in batch], left)
             outcomes: list[Outcome] = []
             for part in self._parts(batch, self._outgoing):
                 outcomes += await self._store_part(call, part, deadline)
@@ -192,8 +193,12 @@ class Framed(Wrapper):
     async def _take(
         self, scratch: Scratch, items: Sequence[Item], deadline: float | None
     ) -> list[memoryview] | None:
-        left = self._patience if deadline is None else deadline - self._clock()
-        return await scratch.take([i.view.nbytes + self.overhead for i in items], left)
+        sizes = [item.view.nbytes + self.overhead for item in items]
+        return await scratch.take(sizes, self._left(deadline))
+
+    def _left(self, deadline: float | None) -> float:
+        """Seconds."""
+        return self._patience if deadline is None else max(deadline - self._clock(), 0.0)
 
     async def _store_part(
         self, call: Call, items: list[Item], deadline: float | None
@@ -263,14 +268,9 @@ class Framed(Wrapper):
             elif c.unreadable:
                 self._shunned.add([items[i].key])
         self.count("corrupt", len(bad))
-        await self._retire(list(bad), deadline)
+        if bad:  # missing from now on, and evicted within if it can be
+            await self._shunned.retire(self.inner, list(bad), self._left(deadline))
         return outcomes
-
-    async def _retire(self, keys: Sequence[Key], deadline: float | None) -> None:
-        """Objects that are no good: missing from now on, and evicted within if it can be."""
-        if keys:
-            left = self._patience if deadline is None else deadline - self._clock()
-            await self._shunned.retire(self.inner, keys, max(left, 0))
 
     # ------------------------------------------------------------ one chunk, in a thread
 

@@ -21,7 +21,7 @@ class Shunned:
 
     def __init__(self) -> None:
         self._keys: dict[Key, None] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._evictions: dict[asyncio.Task[None], set[Key]] = {}
 
     def __contains__(self, key: Key) -> bool:
         return key in self._keys
@@ -41,15 +41,31 @@ class Shunned:
         Those that it removed are no longer shunned: another may be stored in their place.
         """
         self.add(keys)
-        task = asyncio.create_task(self._evict(tier, list(dict.fromkeys(keys))))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        await self._evict_soon(tier, keys, seconds)
+
+    async def make_way(self, tier: Tier, keys: Sequence[Key], seconds: float) -> None:
+        """Before these are stored: evict what is shunned of them. An eviction under way is waited
+        for, since it must not meet what is stored now."""
+        wanted = set(keys)
+        running = {task for task, evicted in self._evictions.items() if evicted & wanted}
+        if running:
+            await asyncio.wait(running, timeout=seconds)
+        await self._evict_soon(tier, [key for key in keys if key in self], seconds)
+
+    async def _evict_soon(self, tier: Tier, keys: Sequence[Key], seconds: float) -> None:
+        under_way = set().union(*self._evictions.values())
+        wanted = [key for key in dict.fromkeys(keys) if key not in under_way]
+        if not wanted:
+            return
+        task = asyncio.create_task(self._evict(tier, wanted))
+        self._evictions[task] = set(wanted)
+        task.add_done_callback(self._evictions.pop)
         await asyncio.wait({task}, timeout=seconds)
 
     async def close(self) -> None:
         """Return when no eviction runs."""
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        if self._evictions:
+            await asyncio.wait(set(self._evictions))
 
     async def _evict(self, tier: Tier, keys: list[Key]) -> None:
         try:
