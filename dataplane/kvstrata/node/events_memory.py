@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +19,7 @@ import msgspec
 
 from kvstrata.errors import ConfigError
 from kvstrata.keys import DIGEST_BYTES, Key, Namespace
+from kvstrata.node.namespaces import Namespaces
 from kvstrata.wire import Told
 
 __all__ = ["EventMemory"]
@@ -30,6 +31,7 @@ _log = logging.getLogger(__name__)
 _MOST_CHUNKS = 1_000_000
 _MOST_PENDING = 65_536
 _INTERVAL = 1.0
+_BATCH = 512
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS namespaces (digest BLOB PRIMARY KEY, document BLOB NOT NULL);
@@ -43,20 +45,24 @@ _decode = msgspec.msgpack.Decoder(Told).decode
 
 
 class EventMemory:
-    """Hears what engines tell as a watcher of placements; `namespace` gives documents."""
+    """Hears what engines tell as a watcher of placements. What is recalled goes to `tell`, and the
+    namespaces that it is of become known."""
 
     def __init__(
         self,
         path: Path,
-        namespace: Callable[[bytes], Namespace | None],
+        namespaces: Namespaces,
+        tell: Callable[[Sequence[Told]], None],
         most_chunks: int = _MOST_CHUNKS,
     ) -> None:
         self.lost = 0
         """Chunks not remembered since more was told than could be written."""
         self._path = path
-        self._namespace = namespace
+        self._namespaces = namespaces
+        self._tell = tell
         self._most_chunks = most_chunks
         self._pending: dict[bytes, Told] = {}
+        self._found: list[Key] = []
         # One thread: it alone touches the database.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvstrata-event-memory")
         self._database: sqlite3.Connection | None = None
@@ -70,9 +76,18 @@ class EventMemory:
                 f"event_memory {self._path}: {e}. Name a file that can be written, or remove it"
             ) from e
 
-    async def recall(self, keys: Collection[Key]) -> tuple[list[Namespace], list[Told]]:
-        """What is remembered of these chunks, in the order it was told, and their namespaces."""
-        return await self._do(lambda: self._recall(keys))
+    async def recall(self, keys: Sequence[Key]) -> None:
+        """Tell what is remembered of these chunks, in the order in which it was told."""
+        documents, tells = await self._do(lambda: self._recall(keys))
+        for document in documents:
+            self._namespaces.add(Namespace.parse(document))
+        for start in range(0, len(tells), _BATCH):
+            self._tell(tells[start : start + _BATCH])
+            await asyncio.sleep(0)
+
+    def found(self, keys: Sequence[Key]) -> None:
+        """A store has come to know of chunks that it had: recall them in a while."""
+        self._found += keys
 
     def added(self, location: str, keys: Sequence[Key]) -> None:
         """Nothing: chunks that come and go are told of once."""
@@ -88,10 +103,17 @@ class EventMemory:
                 self.lost += 1
 
     async def run(self) -> None:
-        """Write what was told, until cancelled."""
+        """Write what was told and recall what was found, until cancelled."""
         while True:
             await asyncio.sleep(_INTERVAL)
             await self.flush()
+            await self.recall_found()
+
+    async def recall_found(self) -> None:
+        """Recall what was found since the last time."""
+        if self._found:
+            keys, self._found = self._found, []
+            await self.recall(keys)
 
     async def flush(self) -> None:
         """Write what is pending."""
@@ -99,7 +121,7 @@ class EventMemory:
             return
         tells, self._pending = list(self._pending.values()), {}
         digests = {told.key[:DIGEST_BYTES] for told in tells}
-        documents = [n for n in map(self._namespace, digests) if n is not None]
+        documents = [n for n in map(self._namespaces.get, digests) if n is not None]
         await self._do(lambda: self._write(documents, tells))
 
     async def close(self) -> None:
@@ -149,16 +171,19 @@ class EventMemory:
                 [self._most_chunks],
             )
 
-    def _recall(self, keys: Collection[Key]) -> tuple[list[Namespace], list[Told]]:
+    def _recall(self, keys: Sequence[Key]) -> tuple[list[bytes], list[Told]]:
         assert self._database is not None  # noqa: S101 - `open` came first
-        documents = self._database.execute("SELECT document FROM namespaces").fetchall()
-        tells = [told for told in self._rows() if told.key in keys]
-        return [Namespace.parse(document) for (document,) in documents], tells
-
-    def _rows(self) -> Iterator[Told]:
-        assert self._database is not None  # noqa: S101 - `open` came first
-        for (raw,) in self._database.execute("SELECT told FROM told ORDER BY number"):
+        rows: list[tuple[int, bytes]] = []
+        for start in range(0, len(keys), _BATCH):
+            part = keys[start : start + _BATCH]
+            marks = ",".join("?" * len(part))
+            query = f"SELECT number, told FROM told WHERE key IN ({marks})"  # noqa: S608 - marks
+            rows += self._database.execute(query, part)
+        tells = []
+        for _, raw in sorted(rows):
             try:
-                yield _decode(raw)
+                tells.append(_decode(raw))
             except msgspec.MsgspecError:
                 continue  # of another version
+        documents = self._database.execute("SELECT document FROM namespaces").fetchall()
+        return [document for (document,) in documents], tells

@@ -48,7 +48,6 @@ _log = logging.getLogger(__name__)
 _EXPIRY_INTERVAL = 0.25
 _DRAIN_SECONDS = 5.0
 _SCRAPE_SECONDS = 5.0
-_RECALL = 512
 # Transports give up what is late themselves, after 2 s.
 _PEER_GRACE = 5.0
 
@@ -143,6 +142,7 @@ class Node:
         self._ending.add("loops", self.supervisor.stop)
         if self._memory is not None:
             await self._recall_events(self._memory)
+            self.supervisor.start("event memory", self._memory.run)
         for n, publisher in enumerate(self.events):
             self.supervisor.start(f"events {n}", publisher.run)
             self.supervisor.start(f"event replays {n}", publisher.serve_replays)
@@ -169,24 +169,21 @@ class Node:
             self.events.append(publisher)
         self.store.placements.watchers.extend(self.events)
         if self.settings.event_memory is not None and self.events:
-            memory = EventMemory(self.settings.event_memory, self.namespaces.get)
+            memory = EventMemory(self.settings.event_memory, self.namespaces, self._tell_publishers)
             self._ending.add("event memory", memory.close)
             await memory.open()
+            self.store.placements.watchers.append(memory)
             self._memory = memory
+
+    def _tell_publishers(self, tells: Sequence[wire.Told]) -> None:
+        for publisher in self.events:
+            publisher.told(tells)
 
     async def _recall_events(self, memory: EventMemory) -> None:
         """What stores brought along can be published by what was told of it before."""
-        stored: set[Key] = set()
-        stored.update(*(tier.keys() for tier in self.store.tiers if tier.writable))
-        namespaces, tells = await memory.recall(stored)
-        for namespace in namespaces:
-            self.namespaces.add(namespace)
-        for start in range(0, len(tells), _RECALL):
-            self.store.placements.told(tells[start : start + _RECALL])
-            await asyncio.sleep(0)
-        # Only now: it need not hear what it has just said.
-        self.store.placements.watchers.append(memory)
-        self.supervisor.start("event memory", memory.run)
+        for tier in self.store.tiers:
+            if tier.writable:
+                await memory.recall(list(tier.keys()))
 
     async def _open_peers(self) -> None:
         peers = self.settings.peers
@@ -242,6 +239,8 @@ class Node:
         def found(keys: Sequence[Key]) -> None:
             if location:
                 self.store.placements.added(location[1], keys)
+                if self._memory is not None:
+                    self._memory.found(keys)
 
         return TierContext(self.settings.id, self._clock, self.namespaces.get, removed, found)
 
