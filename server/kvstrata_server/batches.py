@@ -156,12 +156,12 @@ class Families:
         return mixed ^ (mixed >> np.uint64(31))
 
     def namespaces(self, batch: KeyBatch) -> set[bytes]:
-        return {self._families[n].namespace for n in np.unique(batch.families)}
+        return {self._families[n].namespace for n in _numbers(batch.families)}
 
     def keys(self, families: Numbers, words: Words) -> list[Key]:
         """The keys themselves, in order."""
         raw = np.ascontiguousarray(words).tobytes()
-        known = {n: self._families[n] for n in np.unique(families).tolist()}
+        known = {n: self._families[n] for n in _numbers(families)}
         return [
             Key(f.prefix + raw[i * MAX_HASH_BYTES : i * MAX_HASH_BYTES + f.size])
             for i, f in enumerate(map(known.__getitem__, families.tolist()))
@@ -169,7 +169,7 @@ class Families:
 
     def rows(self, families: Numbers, words: Words) -> Iterator[KeyRows]:
         """The same keys for SQL, by family."""
-        for number in np.unique(families).tolist():
+        for number in _numbers(families):
             family = self._families[number]
             positions = np.flatnonzero(families == number)
             packed = np.empty((len(positions), 4 + family.size), np.uint8)
@@ -189,6 +189,13 @@ class Families:
             )
             for row in self.rows(batch.families, batch.words)
         ]
+
+
+def _numbers(families: Numbers) -> list[int]:
+    """Each once. Most batches have one."""
+    if len(families) and (families == families[0]).all():
+        return [int(families[0])]
+    return [int(number) for number in np.unique(families)]
 
 
 def _padded(hashes: npt.NDArray[np.uint8]) -> Words:

@@ -38,12 +38,10 @@ from kvstrata_server.changes import (
     Entry,
     Fenced,
     Forgotten,
-    Heard,
     Left,
     LogEntry,
     Registered,
     Reported,
-    Seen,
 )
 from kvstrata_server.clock import Clock
 from kvstrata_server.index import HOST, LocationId
@@ -201,7 +199,7 @@ class Cluster:
             asked.capacity_bytes,
             stores,
         )
-        writes = self._enroll(entry)
+        writes = self.enroll(entry)
         node = self.nodes[asked.id]
         node.home = True
         self._hear(node)
@@ -217,7 +215,8 @@ class Cluster:
             next_seq=node.next_seq,
         )
 
-    def _enroll(self, entry: Registered) -> list[Write]:
+    def enroll(self, entry: Registered) -> list[Write]:
+        """A registration, here or at another server."""
         voided: list[Write] = []
         node = self.nodes.get(entry.node)
         if node is None:
@@ -242,14 +241,15 @@ class Cluster:
         if incarnation is not None:
             self.require_current(node_id, incarnation)
         self._writer.require_room()
-        writes = self._leave(node)
+        writes = self.leave(node)
         if self._log_as:
             writes.append(self._logged(Left(node.id, node.incarnation)))
             writes = [Fenced(node.id, node.incarnation, writes)]
         self._writer.put(*writes)
         return node
 
-    def _leave(self, node: Node) -> list[Write]:
+    def leave(self, node: Node) -> list[Write]:
+        """Out of service, here or at another server."""
         node.gone, node.staged = True, None
         self.places.left(node.id)
         return [*self.places.void_host(node.id), self._row(node)]
@@ -291,16 +291,17 @@ class Cluster:
             if now - max(node.last_seen or 0.0, node.registered, self._started) > retention
         ]
         for node_id in away:
-            writes = [*self._forget(node_id), DropNode(node_id)]
+            writes = [*self.forget(node_id), DropNode(node_id)]
             if self._log_as:
                 writes.append(self._logged(Forgotten(node_id)))
             self._writer.put(*writes)
         return away
 
-    def _forget(self, node_id: str) -> list[Write]:
+    def forget(self, node_id: str) -> list[Write]:
+        """As if it had never been, here or at another server."""
         self.nodes.pop(node_id, None)
         self._heard.discard(node_id)
-        return self.places.forget(node_id, self._attached)
+        return self.places.forget(node_id, self.attached)
 
     # ------------------------------------------------------------ placements
 
@@ -360,7 +361,7 @@ class Cluster:
             return
         held = {location: joined(parts) for location, parts in node.staged.items()}
         node.staged, node.snapshot_wanted = None, False
-        placed = self.places.replace(node.id, held, self._attached, rewrite=bool(self._log_as))
+        placed = self.places.replace(node.id, held, self.attached, rewrite=bool(self._log_as))
         nothing = self.index.families.of_keys(())
         whole = [PlaceChange(location, keys, nothing) for location, keys in held.items()]
         self._put(node, report.namespaces, writes, placed, whole, snapshot=True)
@@ -440,87 +441,14 @@ class Cluster:
 
         return self.places.reach(stores_of)
 
-    def _attached(self, node_id: str, store: str) -> bool:
+    def attached(self, node_id: str, store: str) -> bool:
         node = self.nodes.get(node_id)
         return node is not None and not node.gone and store in node.stores
 
-    # ------------------------------------------------------------ other servers
-
-    def tell_who_is_there(self) -> None:
-        """Log the nodes that were heard since the last call; to be called a few times a second."""
+    def take_heard(self) -> list[Node]:
+        """The nodes in service that spoke since the last call."""
         heard, self._heard = self._heard, set()
-        if not self._log_as or not heard:
-            return
-        nodes = [
-            Heard(
-                node.id,
-                node.incarnation,
-                self.age(node),
-                *((h.used_bytes, h.capacity_bytes, h.chunks) if (h := node.host) else (0, 0, 0)),
-                node.healthy,
-                node.detail,
-            )
-            for node in map(self.nodes.__getitem__, heard)
-            if not node.gone
-        ]
-        self._writer.put(self._logged(Seen(nodes)))
-
-    def follow(self, entry: Entry) -> None:
-        """What another server was told. Older news than this one has is left aside."""
-        match entry:
-            case Registered():
-                node = self.nodes.get(entry.node)
-                if node is None or node.registered <= entry.registered:
-                    self._enroll(entry)
-                    self.nodes[entry.node].home = False
-            case Left():
-                node = self.nodes.get(entry.node)
-                if node is not None and node.incarnation == entry.incarnation:
-                    self._leave(node)
-            case Reported():
-                self._follow_report(entry)
-            case Seen():
-                for heard in entry.nodes:
-                    self._follow_heard(heard)
-            case Forgotten():
-                self._forget(entry.node)
-
-    def _follow_report(self, entry: Reported) -> None:
-        node = self.nodes.get(entry.node)
-        if node is None or node.incarnation != entry.incarnation:
-            return
-        if entry.next_seq <= node.next_seq:
-            return
-        families, known = self.index.families, self.places.locations(node.id)
-        changes = [
-            PlaceChange(location, families.of_runs(change.added), families.of_runs(change.removed))
-            for change in entry.changes
-            if (location := known.get(None if change.location == HOST else change.location))
-            is not None
-        ]
-        self.namespaces.learn([Namespace.parse(text.encode()) for text in entry.namespaces])
-        for change in changes:
-            self.namespaces.mention(families.namespaces(change.added))
-        if entry.snapshot:
-            self.places.replace(node.id, {c.location: c.added for c in changes}, self._attached)
-            node.snapshot_wanted = False
-        else:
-            self.places.apply(changes)
-        node.next_seq, node.staged, node.home = entry.next_seq, None, False
-
-    def _follow_heard(self, heard: Heard) -> None:
-        node = self.nodes.get(heard.node)
-        if node is None or node.incarnation != heard.incarnation:
-            return
-        seen = self._clock() - heard.age
-        if node.last_seen is None or seen >= node.last_seen:
-            node.last_seen = seen
-            node.healthy, node.detail = heard.healthy, heard.detail
-            node.host = api.HostUse(
-                used_bytes=heard.used_bytes,
-                capacity_bytes=heard.capacity_bytes,
-                chunks=heard.chunks,
-            )
+        return [node for node in map(self.nodes.__getitem__, heard) if not node.gone]
 
     def _logged(self, entry: Entry) -> Write:
         return LogEntry(self._log_as, self._clock(), entry)

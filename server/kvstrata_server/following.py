@@ -1,4 +1,4 @@
-"""Reads what other servers of the database were told, and loads everything at start."""
+"""What servers that share a database tell each other: written to its change log, and read there."""
 
 from __future__ import annotations
 
@@ -7,25 +7,31 @@ import logging
 from collections.abc import Awaitable, Callable
 
 import msgspec
-import numpy as np
-from sqlalchemy import select
 
+from kvstrata import api
 from kvstrata.errors import Malformed
-from kvstrata.keys import Key
-from kvstrata_server.changes import decode, newer, newest
-from kvstrata_server.cluster import Cluster, Node
-from kvstrata_server.database import Database
-from kvstrata_server.index import ChunkIds
-from kvstrata_server.models import (
-    ChunkRow,
-    LocationRow,
-    NamespaceRow,
-    NodeRow,
-    PlacementRow,
-    StoreRow,
+from kvstrata.keys import Namespace
+from kvstrata_server.changes import (
+    Entry,
+    Forgotten,
+    Heard,
+    Left,
+    LogEntry,
+    Registered,
+    Reported,
+    Seen,
+    decode,
+    newer,
+    newest,
 )
+from kvstrata_server.clock import Clock
+from kvstrata_server.cluster import Cluster
+from kvstrata_server.database import Database
+from kvstrata_server.index import HOST
+from kvstrata_server.places import PlaceChange
+from kvstrata_server.writer import Writer
 
-__all__ = ["LOG_RETENTION", "Follower", "load"]
+__all__ = ["LOG_RETENTION", "Follower"]
 
 log = logging.getLogger(__name__)
 
@@ -37,19 +43,28 @@ _PAGE = 200
 
 
 class Follower:
-    """`run` (to be supervised) applies entries by other servers to the cluster, in order.
+    """`run` (to be supervised) applies entries by other servers to the cluster, in order;
+    `tell` writes who was heard here.
 
     `name` is this server's in the log. `reload` drops and loads everything: called after the
     database was away for so long that entries may have been dropped unread.
     """
 
     def __init__(
-        self, cluster: Cluster, database: Database, name: str, reload: Callable[[], Awaitable[None]]
+        self,
+        cluster: Cluster,
+        database: Database,
+        writer: Writer,
+        clock: Clock,
+        name: str,
+        reload: Callable[[], Awaitable[None]],
     ) -> None:
         self.position = 0
         """Id of the last entry that was read."""
         self._cluster = cluster
         self._database = database
+        self._writer = writer
+        self._clock = clock
         self._name = name
         self._reload = reload
         self._read_at: float | None = None
@@ -85,73 +100,84 @@ class Follower:
             self.position = number
         return len(rows) == _PAGE
 
-    def _follow(self, number: int, entry: bytes) -> None:
+    def tell(self) -> None:
+        """Log the nodes that were heard since the last call; to be called a few times a second."""
+        heard = [
+            Heard(
+                node.id,
+                node.incarnation,
+                self._cluster.age(node),
+                *((h.used_bytes, h.capacity_bytes, h.chunks) if (h := node.host) else (0, 0, 0)),
+                node.healthy,
+                node.detail,
+            )
+            for node in self._cluster.take_heard()
+        ]
+        if heard and self._database.shared:
+            self._writer.put(LogEntry(self._name, self._clock(), Seen(heard)))
+
+    def _follow(self, number: int, raw: bytes) -> None:
         try:
-            self._cluster.follow(decode(entry))
+            self._apply(decode(raw))
         except (msgspec.MsgspecError, Malformed):
             # By a server of another version. Nodes make up for it: the next report is a gap.
             log.exception("entry %d of the change log can't be read: left out", number)
 
+    def _apply(self, entry: Entry) -> None:
+        """Older news than the cluster has is left aside."""
+        cluster = self._cluster
+        match entry:
+            case Registered():
+                node = cluster.nodes.get(entry.node)
+                if node is None or node.registered <= entry.registered:
+                    cluster.enroll(entry)
+                    cluster.nodes[entry.node].home = False
+            case Left():
+                node = cluster.nodes.get(entry.node)
+                if node is not None and node.incarnation == entry.incarnation:
+                    cluster.leave(node)
+            case Reported():
+                self._apply_report(entry)
+            case Seen():
+                for heard in entry.nodes:
+                    self._apply_heard(heard)
+            case Forgotten():
+                cluster.forget(entry.node)
 
-async def load(cluster: Cluster, database: Database) -> None:
-    """What SQL knows. Nodes count as silent until they speak: it may be long past."""
-    places, namespaces = cluster.places, cluster.namespaces
-    for row in await database.rows(select(NamespaceRow.__table__)):
-        namespaces.load(row.digest, row.document)
-    for row in await database.rows(select(NodeRow.__table__)):
-        cluster.nodes[row.id] = Node(
-            id=row.id,
-            incarnation=row.incarnation,
-            next_seq=row.next_seq,
-            peer_address=row.peer_address,
-            transports=tuple(row.transports),
-            capacity_bytes=row.capacity_bytes,
-            gone=row.gone,
-            registered=row.registered,
-        )
-    for row in await database.rows(select(StoreRow.__table__)):
-        places.load_store(row.id, row.tier)
-    for row in await database.rows(select(LocationRow.__table__)):
-        places.load_location(row.id, row.node_id, row.store_id)
-        if row.store_id is not None and row.attached:
-            cluster.nodes[row.node_id].stores[row.store_id] = places.tier(row.store_id)
-    if database.shared:
-        await _load_keys(cluster, database)
-    else:
-        await _load_slots(cluster, database)
+    def _apply_report(self, entry: Reported) -> None:
+        cluster, places = self._cluster, self._cluster.places
+        node = cluster.nodes.get(entry.node)
+        if node is None or node.incarnation != entry.incarnation:
+            return
+        if entry.next_seq <= node.next_seq:
+            return
+        families, known = cluster.index.families, places.locations(node.id)
+        changes = [
+            PlaceChange(location, families.of_runs(change.added), families.of_runs(change.removed))
+            for change in entry.changes
+            if (location := known.get(None if change.location == HOST else change.location))
+            is not None
+        ]
+        cluster.namespaces.learn([Namespace.parse(text.encode()) for text in entry.namespaces])
+        for change in changes:
+            cluster.namespaces.mention(families.namespaces(change.added))
+        if entry.snapshot:
+            places.replace(node.id, {c.location: c.added for c in changes}, cluster.attached)
+            node.snapshot_wanted = False
+        else:
+            places.apply(changes)
+        node.next_seq, node.staged, node.home = entry.next_seq, None, False
 
-
-async def _load_keys(cluster: Cluster, database: Database) -> None:
-    statement = select(PlacementRow.location_id, ChunkRow.namespace, ChunkRow.chunk).join(
-        ChunkRow, ChunkRow.id == PlacementRow.chunk_id
-    )
-    async for part in database.stream(statement):
-        by_location: dict[int, list[Key]] = {}
-        for location, namespace, chunk in part:
-            by_location.setdefault(location, []).append(Key(namespace + chunk))
-        for location, keys in by_location.items():
-            cluster.index.add(location, keys)
-
-
-async def _load_slots(cluster: Cluster, database: Database) -> None:
-    """Numbers of chunks are slots of the index; rows that no placement names are left out."""
-    index = cluster.index
-    placed: dict[int, list[ChunkIds]] = {}
-    named = np.zeros(1 << 12, bool)
-    async for part in database.scan(select(PlacementRow.location_id, PlacementRow.chunk_id)):
-        rows = np.array(part, np.int64)
-        most = int(rows[:, 1].max())
-        if most >= len(named):
-            named = np.concatenate([named, np.zeros(most + 1, bool)])
-        named[rows[:, 1]] = True
-        # In the order of the primary key, or nearly so: each location is in one piece.
-        starts = np.flatnonzero(np.diff(rows[:, 0], prepend=-1))
-        for piece in np.split(rows, starts[1:]):
-            placed.setdefault(int(piece[0, 0]), []).append(piece[:, 1].copy())
-    async for part in database.scan(select(ChunkRow.id, ChunkRow.namespace, ChunkRow.chunk)):
-        used = [row for row in part if row[0] < len(named) and named[row[0]]]
-        ids = np.array([row[0] for row in used], np.int64)
-        index.load_chunks(ids, index.families.of_keys([row[1] + row[2] for row in used]))
-    for location, parts in placed.items():
-        index.load_placements(location, np.concatenate(parts))
-    index.loaded()
+    def _apply_heard(self, heard: Heard) -> None:
+        node = self._cluster.nodes.get(heard.node)
+        if node is None or node.incarnation != heard.incarnation:
+            return
+        seen = self._clock() - heard.age
+        if node.last_seen is None or seen >= node.last_seen:
+            node.last_seen = seen
+            node.healthy, node.detail = heard.healthy, heard.detail
+            node.host = api.HostUse(
+                used_bytes=heard.used_bytes,
+                capacity_bytes=heard.capacity_bytes,
+                chunks=heard.chunks,
+            )

@@ -24,7 +24,7 @@ from pyroaring import BitMap
 
 from kvstrata.keys import Key
 from kvstrata_server.batches import Families, KeyBatch, KeyRows, Numbers
-from kvstrata_server.table import NOBODY, ChunkTable, Slots
+from kvstrata_server.table import NOBODY, ChunkTable, Slots, distinct
 
 __all__ = [
     "HOST",
@@ -173,19 +173,19 @@ class PlacementIndex:
     def add(self, location: LocationId, keys: KeyBatch | Sequence[Key]) -> Added:
         """Returns those that were not there yet."""
         slots, fresh = self._table.assign(self._batch(keys))
-        return self._added(location, np.unique(slots), fresh)
+        return self._added(location, distinct(slots), fresh)
 
     def remove(self, location: LocationId, keys: KeyBatch | Sequence[Key]) -> Removed:
         """Returns those that were there."""
         slots = self._table.find(self._batch(keys, intern=False))
-        return self._removed(location, np.unique(slots[slots >= 0]))
+        return self._removed(location, distinct(slots[slots >= 0]))
 
     def remove_everywhere(
         self, locations: Container[LocationId], keys: KeyBatch | Sequence[Key]
     ) -> list[Removed]:
         """From all these, of which few may hold any: returns the changes of those that did."""
         found = self._table.find(self._batch(keys, intern=False))
-        slots = np.unique(found[found >= 0])
+        slots = distinct(found[found >= 0])
         sets = np.unique(self._table.holders(slots)).tolist()
         holding = {each for n in sets for each in self._sets[n] if each in locations}
         removed = []
@@ -199,7 +199,7 @@ class PlacementIndex:
     ) -> tuple[Added, Removed]:
         """Make `keys` all that is there. To be written in this order: numbers are used again."""
         slots, fresh = self._table.assign(self._batch(keys))
-        wanted = _bitmap(np.unique(slots))
+        wanted = _bitmap(distinct(slots))
         before = self._at.get(location, BitMap())
         added = self._added(location, _slots(wanted - before), fresh)
         return added, self._removed(location, _slots(before - wanted))
@@ -219,7 +219,7 @@ class PlacementIndex:
 
     def load_placements(self, location: LocationId, ids: ChunkIds) -> None:
         """After the chunks. What has no row of its own is left out."""
-        self._enter(location, self._table.live(np.unique(ids)))
+        self._enter(location, self._table.live(distinct(ids)))
 
     def loaded(self) -> None:
         """That was all: numbers in between may be used."""
@@ -288,6 +288,8 @@ class PlacementIndex:
     @staticmethod
     def _moved(before: Numbers, change: _Change) -> Numbers:
         # Within a batch most chunks go from one set to the same other one.
+        if len(before) and (before == before[0]).all():
+            return np.full(len(before), change(int(before[0])), np.uint32)
         different, inverse = np.unique(before, return_inverse=True)
         return np.array([change(n) for n in different.tolist()], np.uint32)[inverse]
 

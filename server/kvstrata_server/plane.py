@@ -21,9 +21,10 @@ from kvstrata_server.compat import Instances
 from kvstrata_server.database import Database
 from kvstrata_server.evictions import Evictions
 from kvstrata_server.feed import Feed, WatchedPlaces
-from kvstrata_server.following import LOG_RETENTION, Follower, load
+from kvstrata_server.following import LOG_RETENTION, Follower
 from kvstrata_server.hot import HotPrefixes
 from kvstrata_server.index import PlacementIndex
+from kvstrata_server.loading import load
 from kvstrata_server.metrics import Metrics
 from kvstrata_server.namespaces import Namespaces
 from kvstrata_server.placement_writes import ForgetChunks
@@ -67,7 +68,9 @@ class ControlState:
             settings.heartbeat_ttl,
             log_as=name if self.database.shared else "",
         )
-        self.follower = Follower(self.cluster, self.database, name, self._reload)
+        self.follower = Follower(
+            self.cluster, self.database, self.writer, clock, name, self._reload
+        )
         self.hot = HotPrefixes(self.writer, clock)
         self.evictions = Evictions(
             self.cluster,
@@ -165,7 +168,7 @@ class ControlState:
             self.transfers.expire()
             self.evictions.expire()
             self.transfers.sweep()
-            self.cluster.tell_who_is_there()
+            self.follower.tell()
             self.hot.flush()
             if loop.time() - forgotten >= _FORGET_INTERVAL:
                 forgotten = loop.time()

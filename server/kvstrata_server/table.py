@@ -4,10 +4,10 @@
     families, words                          the key in slot n
     holders                                  number of the set of locations that hold it
 
-A chunk costs 40 bytes and its share of `slots`, 8 to 32 bytes, and there is nothing for the
+A chunk costs 40 bytes and its share of `slots`, 12 to 24 bytes, and there is nothing for the
 garbage collector to walk. Slots are numbered from 0 on and used again. An entry of a slot that
-was freed or went to another key is left behind and matches nothing; when half the table is used
-up a new one is begun, and each later insertion carries a part of the old one over, so that no
+was freed or went to another key is left behind and matches nothing; when a third of the table is
+used up a new one is begun, and each later insertion carries a part of the old one over, so that no
 single call waits for all of it.
 """
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvstrata_server.batches import DEAD, Families, KeyBatch, Numbers, Words
 
-__all__ = ["NOBODY", "ChunkTable", "Slots"]
+__all__ = ["NOBODY", "ChunkTable", "Slots", "distinct"]
 
 Slots = npt.NDArray[np.int64]
 
@@ -195,9 +195,9 @@ class ChunkTable:
 
     def _make_room(self, count: int) -> None:
         """Before `count` keys are inserted."""
-        if self._old is None and 2 * (self._used + count) > len(self._slots):
+        if self._old is None and 3 * (self._used + count) > len(self._slots):
             size = len(self._slots)
-            while size < 4 * (self._count + count):
+            while size < 6 * (self._count + count):
                 size *= 2
             self._old, self._carried = self._slots, 0
             self._slots, self._used = np.zeros(size, np.uint32), 0
@@ -209,13 +209,21 @@ class ChunkTable:
         if old is None:
             return
         part = old[self._carried : self._carried + entries]
-        slots = np.unique(part[part > 0]).astype(np.int64) - 1
+        slots = distinct(part[part > 0].astype(np.int64) - 1)
         slots = slots[self._families[slots] != DEAD]
         families, words = self.key_parts(slots)
         self._insert(KeyBatch(families, words, self._of.hashes(families, words)), slots)
         self._carried += len(part)
         if self._carried >= len(old):
             self._old = None
+
+
+def distinct(slots: Slots) -> Slots:
+    """Each once, ascending. Several times as fast as `np.unique`, which hashes."""
+    ordered = np.sort(slots)
+    first = np.ones(len(ordered), bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return ordered[first]
 
 
 def _some(batch: KeyBatch, which: Slots) -> KeyBatch:

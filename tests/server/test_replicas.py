@@ -35,7 +35,7 @@ async def two(address):
 async def told(*servers):
     """Until each has written what it knows and read what the others wrote."""
     for server in servers:
-        server.state.cluster.tell_who_is_there()
+        server.state.follower.tell()
         await server.state.writer.flushed(10)
     for server in servers:
         while await server.state.follower.read():
