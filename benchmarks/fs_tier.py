@@ -2,9 +2,9 @@
 
 Peer: file per chunk as vLLM's fs tier does one job: one thread, temporary file and rename, no
 checksum, nothing counted or bounded. Limit: one plain file of the same total, written and read in
-pieces of a chunk by one thread. All three go through the page cache, or with `--direct` past it, and
-take turns in one run; each figure is its best round, since whatever else the machine does only adds
-time. The tier checksums every payload both ways; a load verifies key, length and checksum.
+pieces of a chunk by one thread. All three go through the page cache, or with `--direct` past it,
+and take turns in one run; each figure is its best round, since whatever else the machine does only
+adds time. The tier checksums every payload both ways; a load verifies key, length and checksum.
 Directories exist already, as in a store that has been in use; `--fresh` makes tier and peer create
 them.
 
@@ -19,8 +19,8 @@ other processes busy: read the ratios. GB/s:
     load  1 MiB     6.55   9.47  10.47    69%       1.46   1.36   1.34   110%
 
 Creating the file is what a store of 256 KiB costs: tier and peer are alike there. What health,
-ages, news and the lease cost does not show: on tmpfs a chunk of 256 KiB took 183 us of CPU to store and
-108 to load, and 184 and 110 before the tier had them. On an idle machine, before, through the page
+ages, news and the lease cost does not show: on tmpfs a chunk of 256 KiB took 183 us of CPU to store
+and 108 to load, and 184 and 110 before the tier had them. On an idle machine, before, through the page
 cache: stores 1.37 (256 KiB) and 2.47 (1 MiB), loads 5.72 and 8.15 GB/s.
 """
 
