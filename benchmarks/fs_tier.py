@@ -20,8 +20,8 @@ other processes busy: read the ratios. GB/s:
 
 Creating the file is what a store of 256 KiB costs: tier and peer are alike there. What health,
 ages, news and the lease cost does not show: on tmpfs a chunk of 256 KiB took 183 us of CPU to store
-and 108 to load, and 184 and 110 before the tier had them. On an idle machine, before, through the page
-cache: stores 1.37 (256 KiB) and 2.47 (1 MiB), loads 5.72 and 8.15 GB/s.
+and 108 to load, and 184 and 110 before the tier had them. On an idle machine, before, through the
+page cache: stores 1.37 (256 KiB) and 2.47 (1 MiB), loads 5.72 and 8.15 GB/s.
 """
 
 from __future__ import annotations
