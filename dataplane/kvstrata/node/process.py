@@ -25,7 +25,6 @@ from kvstrata.node.events import EventPublisher
 from kvstrata.node.events_memory import EventMemory
 from kvstrata.node.grants import Grants
 from kvstrata.node.namespaces import Namespaces
-from kvstrata.node.opening import open_tier
 from kvstrata.node.peer_port import PeerPort
 from kvstrata.node.pulls import Pulls
 from kvstrata.node.reported import Drop, PlacementChange, Pull, PullResult
@@ -35,6 +34,7 @@ from kvstrata.node.supervisor import Supervisor
 from kvstrata.peer_wire import parse_address
 from kvstrata.region import Region, sweep
 from kvstrata.tiers.base import TierContext
+from kvstrata.tiers.opening import open_tier
 from kvstrata.tiers.peer import PeerTier
 from kvstrata.tiers.peer_links import PeerLinks
 from kvstrata.transports import Transport, start_transports

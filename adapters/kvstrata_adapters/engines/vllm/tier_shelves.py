@@ -17,8 +17,8 @@ from typing import NamedTuple
 from kvstrata.config import TierSettings
 from kvstrata.errors import ConfigError
 from kvstrata.keys import DIGEST_BYTES, Key, Namespace
-from kvstrata.node.opening import open_tier
 from kvstrata.tiers.base import Tier, TierContext
+from kvstrata.tiers.opening import open_tier
 from kvstrata_adapters.engines.vllm.tier_jobs import Chunk, Job
 from kvstrata_adapters.engines.vllm.tier_options import TierOptions
 from kvstrata_adapters.engines.vllm.tier_rows import Rows
