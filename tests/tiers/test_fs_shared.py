@@ -211,6 +211,18 @@ def test_news_go_on_in_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(list((tmp_path / NEWS).iterdir())) == 2
 
 
+def test_news_that_somebody_removed(tmp_path: Path) -> None:
+    writer, reader = News(Root(tmp_path)), News(Root(tmp_path))
+    writer.start()
+    reader.start()
+    writer.write([record(1), record(2)])
+    reader.read()
+    for file in (tmp_path / NEWS).iterdir():
+        file.unlink()
+    writer.write([record(3)])
+    assert [r.key for _, r in reader.read()] == [key(3)]
+
+
 # ---------------------------------------------------------------- two tiers
 
 

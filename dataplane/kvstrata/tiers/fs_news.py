@@ -68,12 +68,14 @@ class News:
             _RECORD.pack(r.what, len(r.key), r.disk_bytes, r.total, r.time, r.key) for r in records
         )
         if self._size >= _MOST_BYTES:
-            self._file, self._size = self._file + 1, 0
-            if self._file >= 2:  # the one before may still be read
-                with contextlib.suppress(FileNotFoundError):
-                    self._system.unlink(self._path(self._file - 2))
-        fd = self._system.open(self._path(self._file), os.O_WRONLY | os.O_CREAT)
+            self._next_file()
+        fd = self._open()
         try:
+            if self._system.fstat(fd).st_size != self._size:
+                # Somebody removed it: at this place in another file nobody would look.
+                self._system.close(fd)
+                self._next_file()
+                fd = self._open()
             write_all(self._system, fd, [memoryview(content)], self._size)
         finally:
             self._system.close(fd)
@@ -121,6 +123,15 @@ class News:
             if DIGEST_BYTES + 4 < length <= MAX_KEY_BYTES or what == TOTAL:
                 news.append((writer, Record(what, Key(key[:length]), disk, total, time)))
         return start
+
+    def _open(self) -> int:
+        return self._system.open(self._path(self._file), os.O_WRONLY | os.O_CREAT)
+
+    def _next_file(self) -> None:
+        self._file, self._size = self._file + 1, 0
+        if self._file >= 2:  # the one before may still be read
+            with contextlib.suppress(FileNotFoundError):
+                self._system.unlink(self._path(self._file - 2))
 
     def _entries(self) -> list[os.DirEntry[str]]:
         return [e for e in self._system.entries(self._root.at(NEWS)) if _age(e)[1] >= 0]

@@ -36,6 +36,8 @@ _EXPIRE_MOST = 4096
 # News come by writer, so that of a removal may come before that of the store.
 _MOST_REMOVED = 65_536
 _PROGRESS_EVERY = 5.0
+# For what is under way at the end; threads that take longer are left behind.
+_STOP_SECONDS = 2.0
 # Of a walk: folders looked at between two updates of the index, and chunks put in order at once.
 _STEPS = 8
 _SLICE = 16_384
@@ -79,7 +81,11 @@ class Upkeep:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks)
+            _, pending = await asyncio.wait(tasks, timeout=_STOP_SECONDS)
+            if pending:
+                for pool in (*core.pools, core.doctor):
+                    pool.give_up(0)
+                await asyncio.wait(pending)
         if not core.health.stops_loads:
             await self.flush()
             await core.off(core.keeper, self._say_goodbye, None)
