@@ -312,7 +312,8 @@ def test_a_walk_sets_aside_what_is_no_chunk_where_chunks_are(
     misplaced = path.parent / "ffff.0.kv"
     misplaced.write_bytes(bytes(PAGE_BYTES))
     document = tmp_path / NAMESPACE.hex() / "namespace.json"
-    ours = [document, tmp_path / "README", path.parent / "folder" / "x"]
+    silly = path.parent / ".nfs00000000000a1b2c00000001"  # removed, and open somewhere
+    ours = [document, silly, tmp_path / "README", path.parent / "folder" / "x"]
     (path.parent / "folder").mkdir()
     (tmp_path / "lost+found").mkdir()
     for file in [*strange, *ours]:

@@ -125,13 +125,18 @@ class Root:
         return f"{directory}/.{self.writer}.{next(self._temps)}.tmp"
 
     def swept(self, directory: str) -> list[os.DirEntry[str]]:
-        """Entries of a directory but temporary files, of which those of the dead are removed."""
+        """Entries of a directory but temporary files, of which those of the dead are removed,
+        and what an NFS client keeps of removed files that are open."""
         kept = []
         for entry in self.system.entries(directory):
-            temp = _TEMP.fullmatch(entry.name) if entry.name.startswith(".") else None
-            if temp is None:
+            name = entry.name
+            if not name.startswith("."):
                 kept.append(entry)
-            elif self._orphaned(entry, temp[1]):
+                continue
+            temp = _TEMP.fullmatch(name)
+            if temp is None and not name.startswith(".nfs"):
+                kept.append(entry)
+            elif temp is not None and self._orphaned(entry, temp[1]):
                 with contextlib.suppress(FileNotFoundError):
                     self.system.unlink(entry.path)
         return kept
@@ -186,12 +191,13 @@ class Root:
             fd = self.system.open(self.at(IDENTITY), os.O_RDONLY)
         except FileNotFoundError:
             raise RootGone(f"{self.path} is gone or empty") from None
+        page = memoryview(bytearray(_PAGE))
         try:
-            content = self.system.fstat(fd), os.pread(fd, 4096, 0)
+            page = page[: self.system.preadv(fd, [page], 0)]
         finally:
             self.system.close(fd)
         with contextlib.suppress(msgspec.DecodeError):
-            if msgspec.json.decode(content[1], type=_Identity).id == self.id:
+            if msgspec.json.decode(page, type=_Identity).id == self.id:
                 return
         raise RootGone(f"{self.path} holds another store: restart the node to use that one")
 
