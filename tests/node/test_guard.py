@@ -45,6 +45,27 @@ async def test_a_hung_lookup_leaves_later_tiers_their_time() -> None:
 
 
 @timeless
+async def test_a_tier_is_not_asked_when_another_has_used_up_the_time() -> None:
+    class Threaded(TroubledTier):
+        async def lookup(self, keys, deadline=None):  # type: ignore[no-untyped-def]
+            answers = await super().lookup(keys, deadline)
+            await asyncio.sleep(0.01)
+            return answers
+
+    bad, good = holding(TroubledTier("bad"), 1), holding(Threaded("good"), 1, 2)
+    bad.hangs = {"load"}
+    store = make_store(bad, good)
+    assert await find(store, 1, wait=1.0) == {}
+    await asyncio.sleep(2.1)  # the load is overdue, and the question with it
+    assert not store.guards[0].allows(Kind.LOAD)
+    assert (store.guards[1].overdue, store.guards[1].trouble) == (0, "")
+    assert "lookup" not in good.calls
+    assert len(await find(store, 1, 2)) == 2
+    bad.release()
+    await store.close()
+
+
+@timeless
 async def test_while_all_tiers_are_degraded_a_miss_is_one_at_once() -> None:
     tier = holding(TroubledTier(), 1)
     tier.hangs = {"lookup"}
@@ -156,6 +177,27 @@ async def test_probes_of_a_tier_that_hangs_do_not_pile_up() -> None:
     assert tier.calls == ["lookup", "lookup"]
     tier.release()
     await asyncio.sleep(0.01)
+    assert store.guards[0].trouble == ""
+    await store.close()
+
+
+@timeless
+async def test_a_slow_tier_has_as_long_for_a_probe_as_for_a_lookup() -> None:
+    class Slow(TroubledTier):
+        async def lookup(self, keys, deadline=None):  # type: ignore[no-untyped-def]
+            answers = await super().lookup(keys, deadline)
+            await asyncio.sleep(1.5)
+            return answers
+
+    tier = holding(Slow(), 1)
+    tier.fails = {"load"}
+    store = make_store(tier)
+    for _ in range(3):
+        assert await find(store, 1) == {}
+    assert not store.guards[0].allows(Kind.LOAD)
+    tier.fails = set()
+    await asyncio.sleep(3.0)
+    assert len(await find(store, 1)) == 1
     assert store.guards[0].trouble == ""
     await store.close()
 
@@ -312,6 +354,24 @@ async def test_a_store_steps_back_for_loads_but_not_for_ever() -> None:
     await running
 
 
+@timeless
+async def test_what_steps_back_waits_on_when_the_tier_is_not_asked_any_more() -> None:
+    tier = holding(TroubledTier(), 100)
+    tier.hangs = {"load"}
+    store = make_store(tier)
+    cascade = store.cascades[0]
+    running = asyncio.create_task(cascade.run())
+    assert await find(store, 100, wait=0.1) == {}
+    await asyncio.sleep(1.9)
+    put(store, 1)  # steps back, and meanwhile the load is overdue
+    await asyncio.sleep(2.0)
+    tier.release()
+    await asyncio.sleep(0.1)
+    assert (cascade.failed, cascade.stored, key(1) in tier.chunks) == (0, 1, True)
+    await store.close()
+    await running
+
+
 # ---------------------------------------------------------------- ending
 
 
@@ -347,6 +407,21 @@ async def test_dropping_from_a_tier_that_hangs_comes_to_an_end() -> None:
     assert now() == pytest.approx(30, abs=0.1)
     assert store.guards[0].overdue == 1
     tier.release()
+    await store.close()
+
+
+@timeless
+async def test_dropping_much_from_a_tier_that_answers_is_not_held_against_it() -> None:
+    class Slow(TroubledTier):
+        async def evict(self, keys):  # type: ignore[no-untyped-def]
+            await asyncio.sleep(len(keys) * 1e-3)
+            return await super().evict(keys)
+
+    tier = Slow()
+    tier.chunks = dict.fromkeys((key(n) for n in range(40_000)), b"")
+    store = make_store(tier)
+    assert await store.drop(["troubled"], None) == {"troubled": 40_000}
+    assert store.guards[0].trouble == ""
     await store.close()
 
 

@@ -162,6 +162,8 @@ class Cascade:
                 if self._queue and self._may_store():
                     if self.guard.loading:
                         await self._step_back()
+                        if not self._may_store():
+                            continue  # what it stepped back for was overdue
                     await self._store(self._next_batch())
                     continue
                 if not self._queue:

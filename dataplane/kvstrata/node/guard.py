@@ -40,7 +40,8 @@ LOOKUP_SECONDS = 2.0
 _EVICT_SECONDS = 30.0
 # A tier that answers at the very deadline it was told should still be heard.
 _TOLD = 0.8
-_PROBE_SECONDS = 1.0
+# One call of a tier that deletes file by file must not be overdue for being large.
+_EVICT_KEYS = 4096
 _FIRST_PROBE, _MOST_BETWEEN_PROBES = 1.0, 30.0
 
 
@@ -153,6 +154,8 @@ class Guard:
             return None
         now = self._clock()
         seconds = min(deadline - now, self._lookup_deadline)
+        if seconds <= 0:
+            return None  # it would be overdue for what another tier took
         self._last_asked = keys[-1]
         call = await self._call(
             Kind.LOOKUP,
@@ -197,6 +200,12 @@ class Guard:
 
     async def evict(self, keys: Sequence[Key]) -> list[bool]:
         """Whether each was there; of a tier that does not answer, none was."""
+        gone: list[bool] = []
+        for start in range(0, len(keys), _EVICT_KEYS):
+            gone += await self._evict(keys[start : start + _EVICT_KEYS])
+        return gone
+
+    async def _evict(self, keys: Sequence[Key]) -> list[bool]:
         gone = [False] * len(keys)
         # A tier that takes no stores may well be in need of this.
         if self.allows(Kind.STORE) or self.allows(Kind.LOOKUP):
@@ -348,12 +357,14 @@ class Guard:
             self._probing = None
 
     async def _ask(self) -> None:
-        until = self._clock() + _TOLD * _PROBE_SECONDS
+        # As long as a lookup has: one that is slow but well must be able to come back.
+        seconds = self._lookup_deadline
+        until = self._clock() + _TOLD * seconds
         call = await self._call(
             "probe",
             lambda: self.tier.lookup([self._last_asked], until),
-            _PROBE_SECONDS,
-            _PROBE_SECONDS + self._grace,
+            seconds,
+            seconds + self._grace,
         )
         if call.left:
             return
