@@ -290,7 +290,10 @@ class Scheduler:
             for transfer in mailbox.transfers.values()
             if transfer.is_due(node.incarnation, now, _REDELIVERY)
         }
-        for turn in self._turns.in_order([self._turn(transfer) for transfer in due.values()]):
+        # Those whose offer was lost have their places, and would keep them idle behind others.
+        again = [self._turn(transfer) for transfer in due.values() if transfer.offered is not None]
+        fresh = [self._turn(transfer) for transfer in due.values() if transfer.offered is None]
+        for turn in (*again, *self._turns.in_order(fresh)):
             transfer = due[turn.id]
             known = transfer.offered is not None
             if room <= 0 or plans <= 0 or not (known or self._turns.has_room(node.id)):

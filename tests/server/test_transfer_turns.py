@@ -72,6 +72,27 @@ async def test_what_is_offered_again_needs_no_second_place(tmp_path):
         assert await handed_out(r) == [first]
 
 
+async def test_what_has_a_place_is_offered_again_before_what_is_more_urgent(tmp_path):
+    async with running(tmp_path, transfers_per_node=1) as r:
+        await cluster(r, "a")
+        first = await ask(r, NAMESPACE, 0)
+        assert await handed_out(r) == [first]
+        await ask(r, NAMESPACE, 1, priority=9)
+        r.clock.advance(5)  # the answer was lost
+        assert await handed_out(r) == [first]
+
+
+async def test_what_has_a_place_is_offered_again_however_many_wait_for_its_link(tmp_path):
+    async with running(tmp_path, transfers_per_node=4, transfers_per_link=1) as r:
+        await cluster(r, "a")
+        first = await ask(r, NAMESPACE, 0)
+        assert await handed_out(r) == [first]
+        for i in range(32):
+            await ask(r, NAMESPACE, 1 + i, priority=9)
+        r.clock.advance(5)
+        assert await handed_out(r) == [first]
+
+
 async def test_an_expired_transfer_makes_room(tmp_path):
     async with running(tmp_path, transfers_per_node=1) as r:
         await cluster(r, "a")
