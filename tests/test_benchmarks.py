@@ -54,7 +54,16 @@ def test_people_read_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["device_copy", "fs_tier", "host_tier", "obj_tier", "transports", "vllm_tier", "wrappers"],
+    [
+        "device_copy",
+        "fs_tier",
+        "host_tier",
+        "index",
+        "obj_tier",
+        "transports",
+        "vllm_tier",
+        "wrappers",
+    ],
 )
 def test_each_starts_and_asks_one_question(name: str) -> None:
     done = subprocess.run(
