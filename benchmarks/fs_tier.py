@@ -8,20 +8,20 @@ adds time. The tier checksums every payload both ways; a load verifies key, leng
 Directories exist already, as in a store that has been in use; `--fresh` makes tier and peer create
 them.
 
-Reference: a 2-core AMD EPYC VM, ext4 on virtio, Linux 6.18, Python 3.11, 4 threads, and six to ten
-other processes busy: read the ratios. GB/s:
+Reference: a 2-core AMD EPYC VM, ext4 on virtio, Linux 6.18, Python 3.11, 4 threads; three to five
+other processes were busy, and with ten every figure that creates files falls by half or more. GB/s:
 
                         page cache                      O_DIRECT
-                    ours   peer  limit  of peer     ours   peer  limit  of limit
-    store 256 KiB   0.88   0.75   4.44   117%       0.60   0.51   1.15    52%
-    load  256 KiB   4.88   9.62  10.09    51%       0.99   0.85   0.89   111%
-    store 1 MiB     1.06   2.17   4.61    49%       1.51   1.11   1.38   110%
-    load  1 MiB     6.55   9.47  10.47    69%       1.46   1.36   1.34   110%
+                    ours   peer  limit  of limit    ours   peer  limit  of limit
+    store 256 KiB   1.55   2.74   4.71    33%       0.82   0.69   1.30    63%
+    load  256 KiB   5.05  11.13  12.34    41%       1.02   0.91   0.91   112%
+    store 1 MiB     2.86   3.42   5.27    54%       2.06   1.16   1.81   114%
+    load  1 MiB     7.24  12.85  13.78    53%       1.83   1.58   1.74   105%
 
 Creating the file is what a store of 256 KiB costs: tier and peer are alike there. What health,
 ages, news and the lease cost does not show: on tmpfs a chunk of 256 KiB took 183 us of CPU to store
-and 108 to load, and 184 and 110 before the tier had them. On an idle machine, before, through the
-page cache: stores 1.37 (256 KiB) and 2.47 (1 MiB), loads 5.72 and 8.15 GB/s.
+and 108 to load, and 184 and 110 before the tier had them. Before, through the page cache with three
+other processes busy: stores 1.37 and 2.47, loads 5.72 and 8.15 GB/s.
 """
 
 from __future__ import annotations
