@@ -11,15 +11,17 @@ import pytest
 from obj_kit import S3
 
 from kvstrata.check.fs import FsCheckOptions
-from kvstrata.check.obj import check_objects, use_of_objects
+from kvstrata.check.obj import _Client, _Read, _Store, check_objects, use_of_objects
 from kvstrata.check.report import Problem, Report
 from kvstrata.cli import main
-from kvstrata.errors import ConfigError
+from kvstrata.errors import ConfigError, Missing
 from kvstrata.keys import Key, Namespace
 from kvstrata.testing.chunks import a_namespace
 from kvstrata.testing.tiers import aligned, payload
 from kvstrata.tiers.base import Item, Outcome, TierContext
 from kvstrata.tiers.obj import ObjTier
+from kvstrata.tiers.obj_client import Upload
+from kvstrata.tiers.obj_conditions import Condition, Fault, Unsupported
 from kvstrata.tiers.obj_format import Header, Names
 
 SIZE = 5000
@@ -89,6 +91,23 @@ def test_damage_is_found_and_set_aside(store: S3, kind: str) -> None:
     assert found(check(store)) == {"quarantined": 1}
 
 
+def test_what_was_damaged_on_its_way_is_read_again(
+    store: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[str] = []
+    examine = _Client.examine
+
+    async def once_damaged(self: _Client, name: str, payload: bool) -> _Read:
+        reads.append(name)
+        read = await examine(self, name, payload)
+        return read._replace(checksum=0) if reads.count(name) == 1 else read
+
+    monkeypatch.setattr(_Client, "examine", once_damaged)
+    report = check(store, repair=True)
+    assert found(report) == {}
+    assert len(store.chunks(PREFIX)) == 6
+
+
 def test_a_chunk_under_anothers_name_goes_home(store: S3) -> None:
     content, metadata = store.read(PREFIX, key(1))
     store.write(PREFIX, key(99), content, metadata)
@@ -119,10 +138,42 @@ def test_namespace_documents(store: S3) -> None:
     assert name not in store.names(PREFIX)
 
 
+def test_one_document_that_cannot_be_read_ends_no_check(
+    store: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = _Store.document
+
+    async def troubled(self: _Store, digest: str) -> Namespace:
+        if digest == OURS.digest.hex():
+            raise Fault(Condition.SERVER_ERROR, "told to")
+        if digest == THEIRS.digest.hex():
+            raise Missing("removed since it was listed")
+        return await document(self, digest)
+
+    monkeypatch.setattr(_Store, "document", troubled)
+    report = check(store)
+    assert (found(report), report.gone, report.chunks) == ({"unreadable": 1}, 1, 6)
+
+
+def test_uploads_that_cannot_be_listed(store: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    error: Exception = Unsupported("not implemented")
+
+    async def uploads(self: _Client, prefix: str) -> list[Upload]:
+        raise error
+
+    monkeypatch.setattr(_Client, "uploads", uploads)
+    assert found(check(store)) == {}
+    error = Fault(Condition.DENIED, "told to")
+    report = check(store)
+    assert (found(report), report.chunks) == ({"unreadable": 1}, 6)
+    assert "ListBucketMultipartUploads" in report.findings[0].detail
+
+
 def test_uploads_that_were_given_up(store: S3) -> None:
-    store.client.create_multipart_upload(Bucket=store.bucket, Key=Names(PREFIX).chunk(key(7)))
-    [upload] = store.client.list_multipart_uploads(Bucket=store.bucket, Prefix=PREFIX)["Uploads"]
-    began = upload["Initiated"].timestamp()  # moto's clock stands still
+    for name in (Names(PREFIX).chunk(key(7)), f"{PREFIX}/backup.tar"):  # one isn't a node's
+        store.client.create_multipart_upload(Bucket=store.bucket, Key=name)
+    uploads = store.client.list_multipart_uploads(Bucket=store.bucket, Prefix=PREFIX)["Uploads"]
+    began = max(u["Initiated"].timestamp() for u in uploads)  # moto's clock stands still
 
     def orphans(after: float, repair: bool) -> int:
         options = FsCheckOptions(repair=repair)
@@ -133,6 +184,8 @@ def test_uploads_that_were_given_up(store: S3) -> None:
     assert orphans(after=3600.0, repair=True) == 0
     assert orphans(after=2 * 86_400.0, repair=True) == 1
     assert orphans(after=2 * 86_400.0, repair=False) == 0
+    left = store.client.list_multipart_uploads(Bucket=store.bucket, Prefix=PREFIX)["Uploads"]
+    assert [upload["Key"] for upload in left] == [f"{PREFIX}/backup.tar"]
 
 
 def test_no_store(store: S3) -> None:

@@ -24,6 +24,7 @@ from kvstrata.errors import ConfigError, Corrupt, KVStrataError, Malformed, Miss
 from kvstrata.keys import DIGEST_BYTES, Key, Namespace
 from kvstrata.tiers.calls import Call
 from kvstrata.tiers.obj_client import ListedObject, ObjectClient
+from kvstrata.tiers.obj_conditions import Fault, Unsupported
 from kvstrata.tiers.obj_format import QUARANTINE_OBJECTS, Header, Names, StoreIdentity
 from kvstrata.tiers.obj_options import ObjOptions
 from kvstrata.tiers.obj_pace import Retry
@@ -69,6 +70,16 @@ class _Read(NamedTuple):
     header: Header | None
     trouble: str
     checksum: int | None
+
+    @property
+    def whole(self) -> bool:
+        """Whether what was read of it fits together."""
+        header = self.header
+        return (
+            header is not None
+            and header.payload_bytes == self.nbytes
+            and self.checksum in (None, header.checksum)
+        )
 
 
 class _Client(ObjectClient):
@@ -212,6 +223,10 @@ class _Check:
             except Malformed as e:
                 done = await self._set_aside(name, "")
                 self._add(Problem.DESCRIPTION, name, str(e), done)
+            except Missing:
+                self._report.gone += 1
+            except KVStrataError as e:
+                self._add(Problem.UNREADABLE, name, str(e))
         elif name.startswith(f"{store.names.root}quarantine/"):
             self._add(Problem.QUARANTINED, name, f"{listed.nbytes} bytes")
         elif name != store.names.identity:
@@ -221,6 +236,9 @@ class _Check:
         store, payload = self._store, self._asked.payloads
         try:
             read = await store.ask(lambda: store.client.examine(name, payload))
+            if not read.whole:
+                # What was damaged on its way is whole in the store.
+                read = await store.ask(lambda: store.client.examine(name, payload))
         except Missing:
             self._report.gone += 1
             return
@@ -246,8 +264,17 @@ class _Check:
 
     async def _look_at_uploads(self) -> None:
         store = self._store
-        for upload in await store.ask(lambda: store.client.uploads(store.names.root)):
-            if self._now() - upload.started < _ORPHANED_AFTER:
+        try:
+            uploads = await store.ask(lambda: store.client.uploads(store.names.root))
+        except (Missing, Unsupported):
+            return  # a service without them
+        except Fault as e:
+            detail = f"unfinished uploads can't be listed: {e}: allow ListBucketMultipartUploads"
+            self._add(Problem.UNREADABLE, "", detail)
+            return
+        for upload in uploads:
+            ours = store.names.key(upload.name) is not None
+            if not ours or self._now() - upload.started < _ORPHANED_AFTER:
                 continue
             done = ""
             if self._asked.repair:

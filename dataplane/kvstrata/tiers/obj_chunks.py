@@ -176,7 +176,7 @@ class ChunkObjects:
 
     async def abort_orphans(self, call: Call, before: float) -> int:
         """Of uploads in parts that began before a time (seconds since the epoch)."""
-        return await self._parted.sweep(call, self._names.root, before)
+        return await self._parted.sweep(call, self._names, before)
 
     def _chunk(self, o: ListedObject) -> Listed | None:
         key = self._names.key(o.name)

@@ -15,7 +15,7 @@ from kvstrata.errors import Missing
 from kvstrata.tiers.calls import Call
 from kvstrata.tiers.obj_client import ObjectClient
 from kvstrata.tiers.obj_conditions import AlreadyThere, meaning
-from kvstrata.tiers.obj_format import Header
+from kvstrata.tiers.obj_format import Header, Names
 from kvstrata.tiers.obj_pace import Retry
 
 __all__ = ["PartedUploads"]
@@ -52,10 +52,17 @@ class PartedUploads:
         finally:
             self._under_way.discard(upload)
 
-    async def sweep(self, call: Call, prefix: str, before: float) -> int:
-        """Abort those begun before a time (seconds since the epoch), but ours; how many."""
-        uploads = await self._retry.run(call, lambda: self._client.uploads(prefix))
-        old = [u for u in uploads if u.started < before and u.id not in self._under_way]
+    async def sweep(self, call: Call, names: Names, before: float) -> int:
+        """Abort those begun before a time (seconds since the epoch), but ours; how many.
+
+        Only those of chunks: the rest of the bucket, or of the prefix, is somebody else's.
+        """
+        uploads = await self._retry.run(call, lambda: self._client.uploads(names.root))
+        old = [
+            u
+            for u in uploads
+            if u.started < before and u.id not in self._under_way and names.key(u.name) is not None
+        ]
         for upload in old:
             with contextlib.suppress(Missing):
                 await self._retry.run(
