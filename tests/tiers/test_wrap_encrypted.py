@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,28 @@ async def test_objects_cannot_be_exchanged(inner: MemoryTier, tmp_path: Path) ->
     assert await loads(tier, first) is CORRUPT
     assert await loads(tier, second) is LOADED
     assert tier.usage().counters["corrupt"] == 1
+    await tier.close()
+
+
+async def test_memory_that_changes_while_it_is_encrypted_is_not_stored(
+    inner: MemoryTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = around(inner, key_file(tmp_path))
+    stored = item(1)
+    known = replace(stored, checksum=checksum(stored.view))
+    [used] = tier._keyring.secrets("")
+
+    class Late:
+        """The memory gets another chunk just before it is read."""
+
+        def encrypt_into(self, nonce: bytes, data: memoryview, aad: bytes, into: memoryview) -> int:
+            stored.view[:] = bytes(len(stored.view))
+            length: int = AESGCM(bytes([1]) * 32).encrypt_into(nonce, data, aad, into)
+            return length
+
+    monkeypatch.setattr(used, "cipher", Late())
+    assert await tier.store([known]) == [FAILED]
+    assert inner.chunks == {}
     await tier.close()
 
 

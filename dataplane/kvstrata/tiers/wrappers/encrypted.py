@@ -84,10 +84,6 @@ class Encrypted(Framed):
         if not secrets:
             self.count("refused")
             raise Missing("no secret for the tenant of its namespace: add it to the key file")
-        # Nothing that depends on the payload may stand in the clear, so its checksum is not
-        # stored: it is checked now, and from here on the tag does its work.
-        if item.checksum is not None and checksum(item.view) != item.checksum:
-            raise Corrupt("payload checksum differs before it was stored")
         nbytes = item.view.nbytes
         nonce = os.urandom(NONCE_BYTES)
         frame = Frame(
@@ -101,6 +97,11 @@ class Encrypted(Framed):
         pack_frame(into, frame)
         body = into[HEADER_BYTES : HEADER_BYTES + frame.body_bytes]
         secrets[0].cipher.encrypt_into(nonce, item.view, bytes(into[:HEADER_BYTES]), body)
+        # Nothing that depends on the payload may stand in the clear, so its checksum is not
+        # stored: it is checked now, and from here on the tag does its work. Not before it was
+        # encrypted: an engine may have put the memory to another use meanwhile.
+        if item.checksum is not None and checksum(item.view) != item.checksum:
+            raise Corrupt("payload checksum differs before it was stored")
         return HEADER_BYTES + frame.body_bytes
 
     def decode(self, item: Item, stored: memoryview) -> None:
