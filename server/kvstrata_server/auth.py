@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -15,12 +17,13 @@ from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import Forbidden, problem
 from kvstrata_server.roles import ANYONE, Identity, needs_of
 
-__all__ = ["OPEN_PATHS", "Gate", "authorize", "identity_of"]
+__all__ = ["OPEN_PATHS", "Gate", "authorize", "identity_of", "standing_of"]
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 """What a load balancer asks: no token, and nothing in the answers that needs one."""
 
 _IDENTITY = "kvstrata.identity"
+_STANDING = "kvstrata.standing"
 
 
 class Gate:
@@ -37,7 +40,8 @@ class Gate:
             return
         client = _client_of(scope)
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        identity = self._state.tokens.identify(given.strip() if scheme.lower() == "bearer" else "")
+        token = given.strip() if scheme.lower() == "bearer" else ""
+        identity = self._state.tokens.identify(token)
         if identity is None:
             detail = "the bearer token is not one in use" if given else "this needs a bearer token"
             await problem(401, detail)(scope, receive, send)
@@ -47,6 +51,7 @@ class Gate:
             await _too_often(wait)(scope, receive, send)
             return
         scope[_IDENTITY] = identity
+        scope[_STANDING] = lambda: self._state.tokens.identify(token) == identity
         await self._passed(identity, client, scope, receive, send)
 
     async def _passed(
@@ -104,6 +109,12 @@ def identity_of(request: Request) -> Identity:
     if not isinstance(identity, Identity):
         raise TypeError("this app was not made by create_app")
     return identity
+
+
+def standing_of(request: Request) -> Callable[[], bool]:
+    """Whether they still may: to be asked now and then by what is answered for hours."""
+    standing: Callable[[], bool] = request.scope[_STANDING]
+    return standing
 
 
 def _client_of(scope: Scope) -> str:

@@ -25,7 +25,7 @@ class RateLimit:
 
     def __init__(self, rate: float, burst: float, clock: Callable[[], float]) -> None:
         self._rate = rate
-        self._burst = burst
+        self._burst = max(1.0, burst)  # less than one request would be none, ever
         self._clock = clock
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
 
@@ -45,6 +45,8 @@ class RateLimit:
         self._buckets.move_to_end(client)
         while len(self._buckets) > _MOST_CLIENTS:
             self._buckets.popitem(last=False)
-        bucket.left = min(self._burst, bucket.left + (now - bucket.filled) * self._rate)
+        # A clock that was set back takes nothing away.
+        passed = max(0.0, now - bucket.filled)
+        bucket.left = min(self._burst, bucket.left + passed * self._rate)
         bucket.filled = now
         return bucket

@@ -152,8 +152,8 @@ class Scheduler:
             found = await history.by_idempotency_key(self._database, idempotency_key)
         if found is not None and found.request_digest != digest:
             raise Conflict(
-                f"Idempotency-Key {idempotency_key!r} was used for transfer {found.id}, which "
-                "asks for something else: use another key"
+                f"this Idempotency-Key was used for transfer {found.id}, which asks for something "
+                "else: use another key"
             )
         return found
 

@@ -17,6 +17,8 @@ from kvstrata import api
 from kvstrata.errors import Expired, Malformed
 from kvstrata_server.feed import Feed, NodeChange, Voided
 from kvstrata_server.index import HOST
+from kvstrata_server.roles import Role
+from kvstrata_server.tokens import create, revoke
 
 
 class Mirror:
@@ -74,7 +76,9 @@ def truth(here: Running) -> dict[tuple[str, str], set[str]]:
 
 
 @asynccontextmanager
-async def reading(here: Running, cursor: str | None = None) -> AsyncIterator[list[str]]:
+async def reading(
+    here: Running, cursor: str | None = None, token: str = ""
+) -> AsyncIterator[list[str]]:
     """A reader of the stream, without a network; its list grows by what is sent."""
     sent: list[str] = []
     begun, asked = asyncio.Event(), False
@@ -94,6 +98,8 @@ async def reading(here: Running, cursor: str | None = None) -> AsyncIterator[lis
             begun.set()
 
     headers = [] if cursor is None else [(b"last-event-id", cursor.encode())]
+    if token:
+        headers.append((b"authorization", f"Bearer {token}".encode()))
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -229,13 +235,30 @@ async def test_the_end_of_the_server_ends_the_stream(tmp_path: Path) -> None:
         assert sent[0].startswith("id: ")
 
 
+async def test_a_token_that_is_revoked_reads_no_further(tmp_path: Path) -> None:
+    async with running(tmp_path, token="root") as here:
+        tokens = here.state.tokens
+        token = await create(here.state.database, "mirror", Role.READ, here.clock())
+        await tokens.refresh()
+        async with reading(here, token=token) as sent:
+            await join(here.control, "a")
+            while "event: node" not in "".join(sent):  # noqa: ASYNC110 - as long as the test may take
+                await asyncio.sleep(0)
+            await revoke(here.state.database, "mirror", here.clock())
+            await tokens.refresh()
+            await here.control.report("a", report(0, host(keys(1))))
+            while sent[-1] != "":  # noqa: ASYNC110 - as long as the test may take
+                await asyncio.sleep(0)
+            assert keys(1)[0] not in "".join(sent)
+
+
 async def test_a_reader_that_does_not_read_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvstrata_server.routes import stream
 
     monkeypatch.setattr(stream, "_STALL", 0.01)
-    response = stream._EventStream(Feed(), Feed().cursor, None)  # type: ignore[arg-type]
+    response = stream._EventStream(Feed(), Feed().cursor, None, lambda: True)  # type: ignore[arg-type]
 
     async def receive() -> Any:
         await asyncio.Event().wait()

@@ -195,6 +195,27 @@ async def test_idempotency_keys_of_tenants_do_not_meet(tmp_path):
         assert first.json()["id"] == again.json()["id"]
 
 
+async def test_idempotency_keys_that_are_long_or_look_alike_do_not_meet(tmp_path):
+    async with running(tmp_path, token="root") as r:
+        red, blue = of_tenant("red"), of_tenant("blue")
+        documents = (red.document.decode(), blue.document.decode())
+        await join(r.control, "a")
+        await r.control.report("a", report(0, namespaces=documents))
+        ci = await asking(r, "ci", Role.ORCHESTRATE, tenants=["red"])
+        night = await asking(r, "ci:night", Role.ORCHESTRATE, tenants=["blue"])
+
+        async def ask(headers, name, namespace, number):
+            headers = headers | {"Idempotency-Key": name}
+            body = {"target": "a", "keys": [namespace.key(0, bytes([number] * 8)).hex()]}
+            return (await r.http.post("/v1/transfers", headers=headers, json=body)).status_code
+
+        assert await ask(ci, "night:1", red, 1) == 202
+        assert await ask(night, "1", blue, 1) == 202
+        assert await ask(ci, "x" * 254 + "1", red, 1) == 202
+        assert await ask(ci, "x" * 254 + "2", red, 2) == 202
+        assert await ask(ci, "x" * 254 + "2", red, 3) == 409
+
+
 # ---------------------------------------------------------------- limits and the audit log
 
 

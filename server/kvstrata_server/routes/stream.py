@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query
@@ -12,6 +12,7 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvstrata.errors import Expired
+from kvstrata_server.auth import standing_of
 from kvstrata_server.batches import Families
 from kvstrata_server.feed import Change, Feed, NodeChange, Placed, Voided
 from kvstrata_server.index import HOST
@@ -21,6 +22,7 @@ from kvstrata_server.problems import responses
 router = APIRouter(prefix="/v1", tags=["events"])
 
 State = Annotated[ControlState, Depends(state_of)]
+Standing = Annotated[Callable[[], bool], Depends(standing_of)]
 
 _CURSOR = r"^([0-9a-f]{1,32}:[0-9]{1,18})?$"
 # Proxies close what is silent for longer.
@@ -59,6 +61,7 @@ _LINES: dict[int | str, dict[str, Any]] = {
 @router.get("/events", response_class=Response, responses={**responses(410), **_STREAM})
 async def stream_events(
     state: State,
+    standing: Standing,
     last_event_id: Annotated[str | None, Header(pattern=_CURSOR)] = None,
     since: Annotated[
         str | None,
@@ -80,7 +83,7 @@ async def stream_events(
     asked = last_event_id or since
     cursor = asked or state.feed.cursor
     state.feed.number_of(cursor)
-    return _EventStream(state.feed, cursor, state.index.families)
+    return _EventStream(state.feed, cursor, state.index.families, standing)
 
 
 @router.get("/snapshot", response_class=StreamingResponse, responses={**responses(), **_LINES})
@@ -109,9 +112,12 @@ async def _snapshot(state: ControlState) -> AsyncIterator[bytes]:
 
 
 class _EventStream(Response):
-    """Sends until the reader leaves, is lost, or stops to read; `feed.close` ends it, too."""
+    """Sends until the reader leaves, is lost, stops to read, or its token is none any more
+    (`standing`); `feed.close` ends it, too."""
 
-    def __init__(self, feed: Feed, cursor: str, families: Families) -> None:
+    def __init__(
+        self, feed: Feed, cursor: str, families: Families, standing: Callable[[], bool]
+    ) -> None:
         super().__init__(
             media_type="text/event-stream",
             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
@@ -120,6 +126,7 @@ class _EventStream(Response):
         self._feed = feed
         self._cursor = cursor
         self._families = families
+        self._standing = standing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -140,7 +147,7 @@ class _EventStream(Response):
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
         await say(_event("start", {}, self._cursor))
-        while not self._feed.closed:
+        while not self._feed.closed and self._standing():
             try:
                 found = self._feed.after(self._cursor)
             except Expired:

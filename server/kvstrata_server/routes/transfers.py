@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Path, Response
@@ -51,7 +52,7 @@ async def create_transfer(
     if who.tenants is not None:
         state.namespaces.require_visible(keys_of(request.keys), who)
         # What others named their requests is none of theirs to find out.
-        idempotency_key = idempotency_key and f"{who.name}:{idempotency_key}"[:255]
+        idempotency_key = idempotency_key and _own(idempotency_key, who)
     transfer = await state.transfers.create(request, idempotency_key)
     if transfer.state is api.TransferState.PLANNED:
         response.status_code = 200
@@ -77,6 +78,11 @@ async def cancel_transfer(transfer_id: TransferId, state: State, who: Who) -> ap
     """Cancel it. One that has ended stays as it is; what it holds at its target is released."""
     await _seen(transfer_id, state, who)
     return await state.transfers.cancel(transfer_id)
+
+
+def _own(idempotency_key: str, who: Identity) -> str:
+    """Of this token and no other, however long, and whatever is in names."""
+    return hashlib.sha256(f"{len(who.name)}:{who.name}:{idempotency_key}".encode()).hexdigest()
 
 
 async def _seen(transfer_id: str, state: ControlState, who: Identity) -> api.TransferInfo:
