@@ -165,8 +165,8 @@ async def test_it_converges_to_what_the_nodes_hold(tmp_path: Path, nodes: int, c
         for name in it.chance.sample(names, nodes // 50 + 1):
             it.restart(name)
         for node in it.nodes.values():
-            it.offload(node, chunks // rounds)
-            it.evict(node, chunks // rounds // 4)
+            it.offload(node, chunks // 10)
+            it.evict(node, chunks // 40)
         await it.pass_time(loss=0.05)
         if n == rounds // 2:
             await it.kill_server()
