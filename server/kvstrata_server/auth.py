@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstrata_server.audit import PutAudit
-from kvstrata_server.plane import ControlState
+from kvstrata_server.plane import ControlState, state_of
 from kvstrata_server.problems import Forbidden, problem
 from kvstrata_server.roles import ANYONE, Identity, needs_of
 
@@ -69,7 +69,9 @@ class Gate:
             await self._app(scope, receive, watch)
         finally:
             operation = getattr(scope.get("route"), "name", "")
-            if operation and needs_of(operation, scope["method"]).audited:
+            audited = operation and needs_of(operation, scope["method"]).audited
+            # While it is full nothing is done (see `authorize`): only refusals are not kept.
+            if audited and not self._state.writer.full:
                 self._state.writer.put(
                     PutAudit(
                         time=self._state.clock(),
@@ -83,7 +85,8 @@ class Gate:
 
 
 async def authorize(request: Request) -> None:
-    """Dependency of every route. Raises `Forbidden`, naming what the token lacks."""
+    """Dependency of every route. Raises `Forbidden`, naming what the token lacks, and `Busy` for
+    an act that the audit log has no room for."""
     if request.url.path in OPEN_PATHS:
         return
     identity = identity_of(request)
@@ -101,6 +104,8 @@ async def authorize(request: Request) -> None:
     named = request.path_params.get("node_id")
     if identity.node is not None and named is not None and named != identity.node:
         raise Forbidden(f"token {identity.name!r} is for node {identity.node!r}, not {named!r}")
+    if needs.audited:
+        state_of(request).writer.require_room()
 
 
 def identity_of(request: Request) -> Identity:

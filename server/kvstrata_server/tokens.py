@@ -28,6 +28,7 @@ __all__ = ["REFRESH", "TokenInfo", "Tokens", "create", "listed", "revoke"]
 REFRESH = 2.0
 """Seconds until a token that was made or revoked is one for a server that runs."""
 _NOBODY = b"\0" * 32
+_TAKEN = (ROOT.name, ANYONE.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,8 @@ async def create(
         raise ConfigError(f"a token with the role {role} is not limited to tenants: leave them out")
     if node is not None and role is not Role.NODE:
         raise ConfigError(f"only tokens with the role node are for one node, not {role}")
+    if name in _TAKEN:
+        raise ConfigError(f"the audit log calls others {name!r}: choose another name")
     taken = [info for info in await listed(database) if info.name == name and info.revoked is None]
     if taken:
         raise ConfigError(f"there is a token {name!r} already: revoke it, or choose another name")

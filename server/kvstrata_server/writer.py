@@ -54,9 +54,14 @@ class Writer:
     def unwritten_rows(self) -> int:
         return self._rows
 
+    @property
+    def full(self) -> bool:
+        """Whether SQL is too far behind."""
+        return self._rows >= self._max_rows
+
     def require_room(self) -> None:
-        """Raises `Busy` while SQL is too far behind. Call it before changing the index."""
-        if self._rows >= self._max_rows:
+        """Raises `Busy` while it is `full`. Call it before changing the index."""
+        if self.full:
             raise Busy(
                 f"the database is {self._rows} rows behind; send this again later. "
                 "See /healthz for why it is slow"

@@ -264,6 +264,31 @@ async def test_what_changes_state_is_written_down(tmp_path):
         assert second.json()["next"] == 2
 
 
+async def test_nothing_is_done_that_the_log_has_no_room_for(tmp_path, monkeypatch):
+    async with running(tmp_path, token="root") as r:
+        await join(r.control, "a")
+        read = await asking(r, "dashboards", Role.READ)
+        await r.state.writer.flushed(5)
+        put = r.state.writer.position
+        monkeypatch.setattr(r.state.writer, "_max_rows", 0)
+        instance = {"instance_id": "a", "endpoint": "tcp://a:1", "model_name": "m", "block_size": 1}
+        asked = await r.http.post("/register", headers=bearer("root"), json=instance)
+        assert (asked.status_code, asked.json()["code"]) == (503, "busy")
+        assert r.state.instances.all() == []
+        # Nor does asking for what is refused fill the memory.
+        for _ in range(3):
+            refused = await r.http.post("/register", headers=read, json=instance)
+            assert refused.status_code == 403
+        assert r.state.writer.position == put
+
+
+@pytest.mark.parametrize("name", ["settings", "anyone"])
+async def test_no_token_is_called_as_the_log_calls_others(tmp_path, name):
+    async with running(tmp_path, token="root") as r:
+        with pytest.raises(ConfigError, match="another name"):
+            await tokens.create(r.state.database, name, Role.READ, now=r.clock())
+
+
 async def test_the_audit_log_is_kept_for_as_long_as_asked(tmp_path):
     async with running(tmp_path) as r:
         await join(r.control, "a")

@@ -196,7 +196,7 @@ class Worker(BaseModel):
     listeners: dict[str, Listener]
 
 
-@router.post("/register", status_code=201, responses=responses(404, 409))
+@router.post("/register", status_code=201, responses=responses(404, 409, 503))
 async def register_instance(asked: InstanceRegistration, state: State) -> Done:
     """Call the node that publishes its KV events at `endpoint` by this id in answers."""
     state.instances.register(
@@ -212,7 +212,7 @@ async def register_instance(asked: InstanceRegistration, state: State) -> Done:
     return Done()
 
 
-@router.post("/unregister", responses=responses(404))
+@router.post("/unregister", responses=responses(404, 503))
 async def unregister_instance(asked: InstanceRemoval, state: State) -> Done:
     """Forget an instance, or one rank of it."""
     state.instances.unregister(

@@ -45,7 +45,7 @@ async def get_node(node_id: NodeId, state: State) -> api.NodeInfo:
     return state.cluster.info(state.cluster.known(node_id))
 
 
-@router.delete("/{node_id}", responses=responses(404, 410))
+@router.delete("/{node_id}", responses=responses(404, 410, 503))
 async def deregister_node(
     node_id: NodeId, state: State, incarnation: Incarnation | None = None
 ) -> api.NodeInfo:
