@@ -224,6 +224,18 @@ def test_namespace_documents(root: Path) -> None:
     assert found(check(root)) == {"quarantined": 1}, "nodes write them anew"
 
 
+def test_a_name_that_is_no_text(root: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    """Whoever may write to a mount may call a file anything; it must not keep the check away."""
+    (root / os.fsdecode(b"notes-\xff\x1b[2J")).touch()
+    assert main(["fsck", str(root), "--json"]) == 3
+    [finding] = json.loads(capsysbinary.readouterr().out)["findings"]
+    assert finding["path"] == "notes-\\xff\\x1b[2J"
+    assert main(["fsck", str(root)]) == 3
+    shown = capsysbinary.readouterr().out
+    assert b"notes-\\xff" in shown
+    assert b"\x1b[2J" not in shown
+
+
 def test_orphans(root: Path) -> None:
     folder = (root / path_of(key(1))).parent
     old, young = folder / ".77-0123456789ab.1.tmp", folder / ".77-0123456789ab.2.tmp"

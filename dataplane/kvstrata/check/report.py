@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["HARMLESS", "Finding", "Problem", "Report"]
 
@@ -63,7 +63,8 @@ class Report:
         self.found[finding.problem] += 1
         self.repaired[finding.problem] += bool(finding.repaired)
         if len(self.findings) < _MOST_FINDINGS:
-            self.findings.append(finding)
+            path, detail = _text(finding.path), _text(finding.detail)
+            self.findings.append(replace(finding, path=path, detail=detail))
 
     def merge(self, other: Report) -> None:
         """Take in what another part of the same check found."""
@@ -85,3 +86,10 @@ class Report:
         """Those of them that were not repaired."""
         mended = sum(n for problem, n in self.repaired.items() if problem not in HARMLESS)
         return self.wrong - mended
+
+
+def _text(name: str) -> str:
+    """To be shown: a file may be called anything, what is no text and what steers terminals too."""
+    if name.isprintable():
+        return name
+    return "".join(c if c.isprintable() else ascii(c)[1:-1].replace("\\udc", "\\x") for c in name)
