@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from kvstrata.errors import Corrupt
 from kvstrata.keys import MAX_KEY_BYTES, Key
 from kvstrata.testing import FakeClock
 from kvstrata.testing.memory_tier import MemoryTier
-from kvstrata.tiers.base import Outcome, checksum
+from kvstrata.tiers.base import Item, Outcome, checksum
+from kvstrata.tiers.wrappers.checked import Checked
 from kvstrata.tiers.wrappers.frame import HEADER_BYTES, Codec, Frame, pack_frame, parse_frame
 
 FRAME = Frame(key(1), Codec.RAW, 300, 300, 7, 8, b"n" * 12)
@@ -241,3 +244,33 @@ async def test_an_eviction_under_way_does_not_meet_what_is_stored_next(
     assert await store.tier.load([into]) == [Outcome.LOADED]
     assert into.view == store.stored.view
     await store.tier.close()
+
+
+async def test_a_cancelled_load_begins_no_further_part(tmp_path: Path, removed: list[Key]) -> None:
+    context = context_of(FakeClock(), removed)
+    inner = memory(context)
+    tier = Checked.wrap(inner, {"scratch": 1 << 16}, context)
+    stored = [item(i, 12_000) for i in range(6)]  # one a part
+    assert await tier.store(stored) == [Outcome.STORED] * 6
+    asked: list[Key] = []
+    load, begun = inner.load, asyncio.Event()
+
+    async def slow(batch: Sequence[Item], deadline: float | None = None) -> list[Outcome]:
+        asked.extend(i.key for i in batch)
+        return await load(batch, deadline)
+
+    def decode(into: Item, content: memoryview) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        assert go_on.wait(10)
+
+    loop, go_on = asyncio.get_running_loop(), threading.Event()
+    inner.load, tier.decode = slow, decode  # type: ignore[method-assign]
+    call = asyncio.ensure_future(tier.load([blank(i) for i in stored]))
+    await begun.wait()
+    call.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.wait([call])
+    assert call.cancelled()
+    assert asked == [stored[0].key]
+    await tier.close()

@@ -203,6 +203,8 @@ class Framed(Wrapper):
     async def _store_part(
         self, call: Call, items: list[Item], deadline: float | None
     ) -> list[Outcome]:
+        if call.stopped:
+            return [Outcome.FAILED] * len(items)
         memory = await self._take(self._outgoing, items, deadline)
         if memory is None:
             return [Outcome.FAILED] * len(items)
@@ -240,6 +242,8 @@ class Framed(Wrapper):
     async def _load_part(
         self, call: Call, items: list[Item], deadline: float | None
     ) -> list[Outcome]:
+        if call.stopped:
+            return [Outcome.FAILED] * len(items)
         memory = await self._take(self._incoming, items, deadline)
         if memory is None:
             return [Outcome.FAILED] * len(items)
