@@ -105,3 +105,23 @@ async def test_a_read_that_was_given_up_touches_no_memory_later(
     await until(lambda: tier.usage().healthy)
     assert await load(tier, 0, 1, 2, 3) == [LOADED] * 4
     await tier.close()
+
+
+async def test_reads_that_fail_to_begin_take_bounded_memory(
+    seaweedfs: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they may still do with their buffers isn't known, so these aren't used again."""
+    tier = await ObjTier.open(seaweedfs.options(tmp_path.name, nixl=True), TierContext("node"))
+    await tier.store(items(0))
+    nixl = tier._client._nixl
+    assert nixl is not None
+
+    def transfer(handle: Any) -> str:
+        raise RuntimeError("told to")
+
+    monkeypatch.setattr(nixl._agent, "transfer", transfer)
+    for _ in range(70):
+        assert await load(tier, 0) == [LOADED]
+    assert len(nixl._lost) == 64
+    assert tier.usage().counters["not_by_nixl"] == 70
+    await tier.close()

@@ -366,6 +366,31 @@ async def test_more_than_the_bound_found_at_start_is_evicted(s3: S3, opened: Ope
     assert len(s3.chunks(tier._options.prefix)) == len(bounded.keys()) == 4
 
 
+async def test_what_never_fits_makes_nothing_else_go(s3: S3, opened: Open) -> None:
+    tier = await opened(s3, capacity=5 * SIZE)
+    await tier.store(items(1, 2, 3))
+    assert await tier.store(items(4, size=6 * SIZE)) == [NO_ROOM]
+    assert await load(tier, 1, 2, 3) == [LOADED] * 3
+
+
+async def test_a_store_waits_for_an_eviction_no_longer_than_it_may(s3: S3, opened: Open) -> None:
+    tier = await opened(s3, capacity=5 * SIZE)
+    async with tier._evicting, asyncio.timeout(10):
+        soon = tier._context.clock() + 0.05
+        assert await tier.store(items(1), deadline=soon) == [FAILED]
+    assert await tier.store(items(1)) == [STORED]
+
+
+async def test_a_call_that_was_stopped_begins_nothing(s3: S3, opened: Open) -> None:
+    """Else closing would wait for what a hung store is still asked after it was cut."""
+    tier = await opened(s3)
+    await tier.store(items(1))
+    with tier._calls.running(None) as call:
+        call.stopped = True
+        assert await tier._remove(call, [key(1)]) == {}
+    assert await load(tier, 1) == [LOADED]
+
+
 async def test_nothing_is_evicted_where_the_buckets_rules_do(s3: S3, opened: Open) -> None:
     tier = await opened(s3, eviction="lifecycle")
     await tier.store(items(*range(10)))

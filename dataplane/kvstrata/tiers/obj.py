@@ -260,9 +260,15 @@ class ObjTier(Tier):
         capacity = self._options.capacity
         if capacity is None or call.over():
             return items, 0
-        sizes = [0 if item.key in self._index else item.view.nbytes for item in items]
-        async with self._evicting:
-            asked = min(sum(sizes), capacity)
+        try:
+            async with asyncio.timeout(max(call.left(), 0)):
+                await self._evicting.acquire()
+        except TimeoutError:
+            return items, 0  # too late to begin any
+        try:
+            sizes = [0 if item.key in self._index else item.view.nbytes for item in items]
+            # What never fits makes nothing else go.
+            asked = min(sum(size for size in sizes if size <= capacity), capacity)
             victims = self._victims(asked, keep={item.key for item in items})
             self._announce(await self._remove(call, victims))
             left = capacity - self._index.used_bytes - self._claimed
@@ -273,6 +279,8 @@ class ObjTier(Tier):
                     claim += size
             self._claimed += claim
             return admitted, claim
+        finally:
+            self._evicting.release()
 
     def _victims(self, asked: int, keep: Collection[Key]) -> list[Key]:
         """What to evict, oldest first, before `asked` more bytes are claimed."""

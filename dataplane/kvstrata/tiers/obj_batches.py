@@ -127,7 +127,11 @@ class Batches:
         return done
 
     async def one(self, call: Call, work: Coroutine[Any, Any, T]) -> T:
-        """One piece of work that isn't of a batch. Raises `Fault` at the end of the call's time."""
+        """One piece of work that isn't of a batch. Raises `Fault` at the end of the call's time,
+        or where the call was stopped before."""
+        if call.stopped:
+            work.close()
+            raise Fault(Condition.TIMEOUT, "not begun: the call was stopped")
         try:
             return await self._run(call, self._thread.bounded(call, work))
         except TimeoutError:

@@ -78,8 +78,11 @@ class NixlReader:
     async def read(self, name: str, nbytes: int, into: memoryview) -> None:
         """Copy the first bytes of the object into the memory. Raises `NixlFailed`."""
         self._collect()
-        if len(self._given_up) >= _MOST_GIVEN_UP:
-            raise NixlFailed(f"{len(self._given_up)} reads that were given up have not ended")
+        if len(self._given_up) + len(self._lost) >= _MOST_GIVEN_UP:
+            raise NixlFailed(
+                f"{len(self._given_up)} reads that were given up have not ended, "
+                f"{len(self._lost)} that failed to begin may not have"
+            )
         read = self._begin(name, nbytes)
         wait = _FIRST_POLL
         try:
