@@ -34,6 +34,8 @@ from kvstrata_server.writer import Writer
 __all__ = ["Evictions"]
 
 _MOST_ACTIVE = 1000
+_MOST_KEYS = 4_000_000
+_MOST_KEYS_PER_POLL = api.MAX_KEYS
 _COMMIT_TIMEOUT = 10.0
 _REDELIVERY = 5.0
 
@@ -138,6 +140,9 @@ class Evictions:
             raise Missing("no node is up that could be asked")
         if len(self._active) >= _MOST_ACTIVE:
             raise Busy(f"{len(self._active)} evictions are under way: try again later")
+        keys = sum(len(eviction.what["keys"]) for eviction in self._active.values())
+        if keys and keys + len(what["keys"]) > _MOST_KEYS:
+            raise Busy(f"{keys} keys are to be evicted: try again later")
         self._writer.require_room()
         now = self._clock()
         eviction = _Eviction(
@@ -183,13 +188,17 @@ class Evictions:
         """What this node should drop and was not told of lately."""
         self.expire()
         now = self._clock()
-        due = []
+        due: list[api.Command] = []
+        room = _MOST_KEYS_PER_POLL
         for eviction in self._active.values():
             if not eviction.waits_for(node.id):
                 continue
             when, to = eviction.offered.get(node.id, (0.0, ""))
             if to == node.incarnation and now - when < _REDELIVERY:
                 continue
+            room -= len(eviction.what["keys"])
+            if due and room < 0:
+                break
             eviction.offered[node.id] = now, node.incarnation
             due.append(
                 api.Command(

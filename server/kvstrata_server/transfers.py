@@ -149,7 +149,11 @@ class Scheduler:
             return None
         found = self._by_idempotency.get(idempotency_key)
         if found is None:
-            found = await history.by_idempotency_key(self._database, idempotency_key)
+            try:
+                async with asyncio.timeout(_COMMIT_TIMEOUT):
+                    found = await history.by_idempotency_key(self._database, idempotency_key)
+            except TimeoutError:  # others wait for their turn to create
+                raise Busy("the database does not answer: see /healthz") from None
         if found is not None and found.request_digest != digest:
             raise Conflict(
                 f"this Idempotency-Key was used for transfer {found.id}, which asks for something "

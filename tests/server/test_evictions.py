@@ -6,7 +6,8 @@ from server_kit import DOCUMENT, NAMESPACE, join, keys, report, running
 
 from kvstrata import api
 from kvstrata.api import EvictionState
-from kvstrata.errors import Expired, Missing
+from kvstrata.errors import Busy, Expired, Missing
+from kvstrata_server import evictions
 
 S = EvictionState
 NEWER = replace(NAMESPACE, revision="r2")
@@ -133,6 +134,22 @@ async def test_a_command_is_offered_again_until_it_is_answered(tmp_path):
         assert len(await told(r, "a", "i2")) == 1
         with pytest.raises(Expired):
             await say(r, "a", made.id, {"host": 1})
+
+
+async def test_a_poll_and_memory_hold_a_bounded_number_of_keys(tmp_path, monkeypatch):
+    monkeypatch.setattr(evictions, "_MOST_KEYS_PER_POLL", 5)
+    monkeypatch.setattr(evictions, "_MOST_KEYS", 10)
+    async with running(tmp_path) as r:
+        await nodes(r, "a")
+        made = [await ask(r, keys=keys(*range(n))) for n in (3, 3, 2)]
+        assert [c.transfer for c in await told(r, "a")] == [made[0].id]
+        assert [c.transfer for c in await told(r, "a")] == [made[1].id, made[2].id]
+        with pytest.raises(Busy, match="8 keys are to be evicted"):
+            await ask(r, keys=keys(1, 2, 3))
+        large = await ask(r, model="tiny")
+        assert [c.transfer for c in await told(r, "a")] == [large.id]
+        await say(r, "a", made[0].id, {"host": 0})
+        await ask(r, keys=keys(1, 2, 3))
 
 
 async def test_its_deadline_ends_it(tmp_path):

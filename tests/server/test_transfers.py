@@ -317,6 +317,23 @@ async def test_a_dry_run_counts_within_the_budget(tmp_path):
         assert outcomes(made) == [Outcome.PENDING, Outcome.PENDING, Outcome.NO_ROOM]
 
 
+async def test_a_database_that_hangs_does_not_hold_up_other_requests(tmp_path, monkeypatch):
+    async def hang(*_):
+        await asyncio.Event().wait()
+
+    async with running(tmp_path) as r:
+        await join(r.control, "a")
+        monkeypatch.setattr(transfers_module.history, "by_idempotency_key", hang)
+        monkeypatch.setattr(transfers_module, "_COMMIT_TIMEOUT", 0.05)
+        asked = api.TransferRequest(target="a", keys=keys(0), dry_run=True)
+        stuck = asyncio.create_task(r.state.transfers.create(asked, "k"))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            assert (await r.state.transfers.create(asked, None)).state is TransferState.PLANNED
+        with pytest.raises(Busy, match="the database"):
+            await stuck
+
+
 async def test_an_idempotency_key_makes_a_retry_harmless(tmp_path):
     async with running(tmp_path) as r:
         await pair(r)
