@@ -224,6 +224,14 @@ def test_namespace_documents(root: Path) -> None:
     assert found(check(root)) == {"quarantined": 1}, "nodes write them anew"
 
 
+def test_a_long_name_is_set_aside_and_not_removed(root: Path) -> None:
+    strange = root / OURS.digest.hex() / ("n" * 255)
+    strange.write_bytes(b"somebody's notes")
+    assert check(root, repair=True).left == 0
+    [kept] = (root / "quarantine").iterdir()
+    assert kept.read_bytes() == b"somebody's notes"
+
+
 def test_a_name_that_is_no_text(root: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     """Whoever may write to a mount may call a file anything; it must not keep the check away."""
     (root / os.fsdecode(b"notes-\xff\x1b[2J")).touch()

@@ -17,6 +17,8 @@ __all__ = ["QUARANTINE", "Quarantine"]
 
 QUARANTINE = "quarantine"
 
+_MOST_NAME = 200  # bytes
+
 
 class Quarantine:
     """Thread-safe; methods block."""
@@ -34,7 +36,9 @@ class Quarantine:
         with self._one, contextlib.suppress(OSError):
             if S_ISDIR(stat.st_mode) or not os.path.samestat(system.stat(path), stat):
                 return False  # another node has replaced it since
-            moved = f"{directory}/{int(system.now() * 1e9):020d}-{os.path.basename(path)}"
+            # All of a chunk's name; another may be as long as names can be.
+            name = os.fsdecode(os.fsencode(os.path.basename(path))[-_MOST_NAME:])
+            moved = f"{directory}/{int(system.now() * 1e9):020d}-{name}"
             try:
                 with contextlib.suppress(FileExistsError):
                     system.mkdir(directory)
