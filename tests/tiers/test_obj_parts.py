@@ -57,6 +57,12 @@ def test_options_that_cannot_work(options: dict[str, Any], says: str) -> None:
         ObjOptions.parse(options)
 
 
+def test_credentials_in_the_endpoint_are_refused_and_not_told() -> None:
+    with pytest.raises(ConfigError, match="endpoint: has a user or password") as e:
+        ObjOptions.parse({"bucket": "kv-cache", "endpoint": "https://me:hunter2@minio:9000"})
+    assert "hunter2" not in str(e.value)
+
+
 @pytest.mark.parametrize("prefix", ["a/b", "/a/b", "a/b/", "//a/b//"])
 def test_slashes_around_a_prefix_mean_nothing(prefix: str) -> None:
     assert ObjOptions.parse({"bucket": "kv-cache", "prefix": prefix}).prefix == "a/b"

@@ -107,6 +107,16 @@ class ObjOptions(BaseModel):
             raise ValueError("has an empty, `.` or `..` part: write it as a/b/c")
         return "/".join(parts)
 
+    @field_validator("endpoint")
+    @classmethod
+    def _without_credentials(cls, value: str | None) -> str | None:
+        if value is not None and "@" in value:
+            raise ValueError(
+                "has a user or password in it, which logs would show: leave them to the "
+                "environment or `profile`"
+            )
+        return value
+
     @model_validator(mode="after")
     def _fitting(self) -> Self:
         if self.low_watermark > self.high_watermark:
