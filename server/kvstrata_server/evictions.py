@@ -215,12 +215,16 @@ class Evictions:
     async def result(
         self, node_id: str, eviction_id: str, result: api.EvictionResult
     ) -> api.EvictionInfo:
-        """A node says what it did. Again, or too late: nothing changes. Raises `Missing`."""
+        """A node says what it did. Again, or too late: nothing changes. Raises `Missing`, or `Busy`
+        where another server runs it."""
         self._cluster.require_current(node_id, result.incarnation)
         self.expire()
         eviction = self._active.get(eviction_id)
         if eviction is None:
-            return await self.get(eviction_id)
+            known = await self.get(eviction_id)
+            if not known.state.ended:
+                raise Busy(f"another server of this database runs eviction {eviction_id}: tell it")
+            return known
         if node_id not in eviction.nodes:
             raise Missing(f"eviction {eviction_id} does not ask node {node_id!r}")
         if eviction.waits_for(node_id):

@@ -225,6 +225,7 @@ class Scheduler:
         """
         transfer = await self._find(transfer_id)
         if not transfer.state.ended:
+            self._require_ours(transfer)
             self._end(transfer, TransferState.CANCELLED, "cancelled by request")
             await self._writer.flushed(_COMMIT_TIMEOUT)
         elif transfer.holds_until > self._clock():
@@ -246,6 +247,13 @@ class Scheduler:
         if found is None:
             raise Missing(f"no transfer {transfer_id!r}, or it ended too long ago")
         return found
+
+    def _require_ours(self, transfer: Transfer) -> None:
+        """Raises `Busy`: with luck the next try reaches the server that has it."""
+        if transfer.id not in self._active:
+            raise Busy(
+                f"another server of this database schedules transfer {transfer.id}: ask that one"
+            )
 
     # ------------------------------------------------------------ the target's side
 
@@ -347,6 +355,7 @@ class Scheduler:
         if transfer.state.ended:
             self._mailbox(node_id).cancels.pop(transfer.id, None)
             return api.ProgressReply(state=transfer.state)
+        self._require_ours(transfer)
         transfer.taken_by = progress.incarnation
         changed = transfer.record(
             ((Key(bytes.fromhex(key)), o) for key, o in progress.outcomes.items()),

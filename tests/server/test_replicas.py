@@ -129,6 +129,32 @@ async def test_late_words_of_one_do_not_undo_what_another_was_told(postgres_addr
         assert sorted(row[0].hex() for row in rows) == keys(1, 2)
 
 
+async def test_what_one_schedules_another_does_not_pretend_to_end(postgres_address):
+    async with two(postgres_address) as (first, second):
+        await join(first.control, "a")
+        await told(first, second)
+        asked = api.TransferRequest(target="a", keys=keys(0))
+        transfer = await first.control.create_transfer(asked)
+        eviction = await first.control.create_eviction(
+            api.EvictionRequest(chunks=api.OfKeys(keys=keys(0)), nodes=["a"])
+        )
+        progress = api.Progress(incarnation="i1", transfer=transfer.id, final=True)
+        dropped = api.EvictionResult(incarnation="i1", dropped={"host": 0})
+        with pytest.raises(Busy, match="another server"):
+            await second.control.progress("a", progress)
+        with pytest.raises(Busy, match="another server"):
+            await second.control.cancel_transfer(transfer.id)
+        with pytest.raises(Busy, match="another server"):
+            await second.control.eviction_result("a", eviction.id, dropped)
+        assert (await second.control.get_transfer(transfer.id)).state is api.TransferState.QUEUED
+        await first.control.progress("a", progress)
+        await first.control.eviction_result("a", eviction.id, dropped)
+        assert (await second.control.get_transfer(transfer.id)).state is api.TransferState.FAILED
+        assert (await second.control.eviction(eviction.id)).state is api.EvictionState.DONE
+        ended = await second.control.eviction_result("a", eviction.id, dropped)
+        assert ended.state is api.EvictionState.DONE
+
+
 async def test_a_new_incarnation_at_one_is_new_to_all(postgres_address):
     async with two(postgres_address) as (first, second):
         await join(first.control, "a", stores=("s",))
