@@ -232,6 +232,19 @@ def test_a_long_name_is_set_aside_and_not_removed(root: Path) -> None:
     assert kept.read_bytes() == b"somebody's notes"
 
 
+def test_what_no_quarantine_holds_is_left_alone(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There it would be removed at once, to keep the bound; and it is no node's."""
+    monkeypatch.setattr("kvstrata.check.fs.MOST_BYTES", 16_384)
+    strange = root / OURS.digest.hex() / "backup.tar"
+    strange.write_bytes(b"x" * 100_000)
+    report = check(root, repair=True)
+    assert (found(report), report.left) == ({"foreign": 1}, 1)
+    assert "larger than the quarantine" in report.findings[0].detail
+    assert strange.stat().st_size == 100_000
+
+
 def test_a_name_that_is_no_text(root: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     """Whoever may write to a mount may call a file anything; it must not keep the check away."""
     (root / os.fsdecode(b"notes-\xff\x1b[2J")).touch()

@@ -39,7 +39,7 @@ from kvstrata.tiers.fs_format import (
 )
 from kvstrata.tiers.fs_lease import EVICTOR
 from kvstrata.tiers.fs_news import NEWS
-from kvstrata.tiers.fs_quarantine import QUARANTINE, Quarantine
+from kvstrata.tiers.fs_quarantine import MOST_BYTES, QUARANTINE, Quarantine
 from kvstrata.tiers.fs_root import IDENTITY, WRITERS, Root, disk_bytes
 
 __all__ = ["FsCheck", "FsCheckOptions"]
@@ -195,11 +195,14 @@ class FsCheck:
             return []
 
     def _foreign(self, entry: os.DirEntry[str], part: Report) -> None:
-        done = ""
-        if entry.is_file(follow_symlinks=False):
-            done = self._set_aside(entry.path, None)
-        path = self._relative(entry.path)
-        part.add(Finding(Problem.FOREIGN, path, "no chunk is called so", done))
+        done, detail = "", "no chunk is called so"
+        with contextlib.suppress(FileNotFoundError):
+            if entry.is_file(follow_symlinks=False):
+                if disk_bytes(entry.stat(follow_symlinks=False)) > MOST_BYTES:
+                    detail += "; larger than the quarantine: move it away"
+                else:
+                    done = self._set_aside(entry.path, None)
+        part.add(Finding(Problem.FOREIGN, self._relative(entry.path), detail, done))
 
     def _temp(self, entry: os.DirEntry[str], part: Report) -> bool:
         """Whether it is a temporary file; one of a dead writer is reported."""

@@ -13,9 +13,12 @@ from stat import S_ISDIR
 
 from kvstrata.tiers.fs_root import Root, disk_bytes
 
-__all__ = ["QUARANTINE", "Quarantine"]
+__all__ = ["MOST_BYTES", "QUARANTINE", "Quarantine"]
 
 QUARANTINE = "quarantine"
+
+MOST_BYTES = 256 << 20
+"""Of disk, for all that is in it."""
 
 _MOST_NAME = 200  # bytes
 
@@ -23,7 +26,7 @@ _MOST_NAME = 200  # bytes
 class Quarantine:
     """Thread-safe; methods block."""
 
-    def __init__(self, root: Root, most_files: int = 64, most_bytes: int = 256 << 20) -> None:
+    def __init__(self, root: Root, most_files: int = 64, most_bytes: int = MOST_BYTES) -> None:
         self._root = root
         self._most_files = most_files
         self._most_bytes = most_bytes
