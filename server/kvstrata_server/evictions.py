@@ -82,15 +82,19 @@ class _Eviction:
 
 @dataclass(frozen=True, slots=True)
 class _Put:
+    """One that has ended stays as it is: a server that started later may believe that it runs."""
+
     values: dict[str, Any]
     rows: int = 1
 
     async def apply(self, connection: AsyncConnection) -> None:
+        mine = EvictionRow.id == self.values["id"]
         changed = await connection.execute(
-            update(EvictionRow).where(EvictionRow.id == self.values["id"]).values(self.values)
+            update(EvictionRow).where(mine, EvictionRow.ended.is_(None)).values(self.values)
         )
-        if not changed.rowcount:
-            await connection.execute(insert(EvictionRow).values(self.values))
+        if changed.rowcount or await connection.scalar(select(EvictionRow.id).where(mine)):
+            return
+        await connection.execute(insert(EvictionRow).values(self.values))
 
 
 @dataclass(frozen=True, slots=True)

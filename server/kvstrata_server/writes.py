@@ -282,7 +282,8 @@ class PutTransfer:
 
 @dataclass(frozen=True, slots=True)
 class UpdateTransfer:
-    """The transfer as it stands, and those of its chunks that changed."""
+    """The transfer as it stands, and those of its chunks that changed. One that has ended stays as
+    it is: a server that started meanwhile may believe that it goes on."""
 
     id: str
     state: str
@@ -297,11 +298,13 @@ class UpdateTransfer:
 
     async def apply(self, connection: AsyncConnection) -> None:
         transfers, chunks = _table(TransferRow), _table(TransferChunkRow)
-        await connection.execute(
+        found = await connection.execute(
             update(transfers)
-            .where(transfers.c.id == self.id)
+            .where(transfers.c.id == self.id, transfers.c.ended.is_(None))
             .values(state=self.state, ended=self.ended, moved_bytes=self.bytes, detail=self.detail)
         )
+        if not found.rowcount:
+            return
         statement = (
             update(chunks)
             .where(

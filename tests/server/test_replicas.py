@@ -155,6 +155,41 @@ async def test_what_one_schedules_another_does_not_pretend_to_end(postgres_addre
         assert ended.state is api.EvictionState.DONE
 
 
+async def test_what_has_ended_is_not_ended_again_by_who_started_later(postgres_address):
+    clock = TurnedClock()
+    async with running(postgres_address, clock) as first:
+        await join(first.control, "a")
+        transfer = await first.control.create_transfer(
+            api.TransferRequest(target="a", keys=keys(0), deadline=10)
+        )
+        eviction = await first.control.create_eviction(
+            api.EvictionRequest(chunks=api.OfKeys(keys=keys(0)), nodes=["a"], deadline=10)
+        )
+        async with running(postgres_address, clock) as second:
+            await first.control.progress(
+                "a",
+                api.Progress(
+                    incarnation="i1",
+                    transfer=transfer.id,
+                    final=True,
+                    outcomes={keys(0)[0]: api.Outcome.STORED},
+                ),
+            )
+            dropped = api.EvictionResult(incarnation="i1", dropped={"host": 0})
+            await first.control.eviction_result("a", eviction.id, dropped)
+            clock.advance(11)
+            second.state.transfers.expire()
+            second.state.evictions.expire()
+            await second.state.writer.flushed(10)
+        async with running(postgres_address, clock) as third:
+            ended = await third.control.get_transfer(transfer.id)
+            assert (ended.state, ended.keys[0].outcome) == (
+                api.TransferState.DONE,
+                api.Outcome.STORED,
+            )
+            assert (await third.control.eviction(eviction.id)).state is api.EvictionState.DONE
+
+
 async def test_a_new_incarnation_at_one_is_new_to_all(postgres_address):
     async with two(postgres_address) as (first, second):
         await join(first.control, "a", stores=("s",))
