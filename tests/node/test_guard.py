@@ -399,6 +399,23 @@ async def test_closing_waits_for_no_tier_beyond_its_deadline(call: str) -> None:
 
 
 @timeless
+async def test_a_promotion_that_fails_keeps_no_tier_from_being_closed() -> None:
+    tier = holding(TroubledTier(), 1)
+    tier.hangs = {"lookup"}
+    store = make_store(tier)
+    lookup = asyncio.create_task(find(store, 1, wait=1.5))
+    await asyncio.sleep(0.01)
+    store.namespaces._most = 0
+    store.namespaces.prune(set())  # nobody is there who uses it
+    closing = asyncio.create_task(store.close(4.0))
+    await asyncio.sleep(0.01)
+    tier.release()
+    assert await closing == []
+    assert tier.closed
+    assert await lookup == {}
+
+
+@timeless
 async def test_dropping_from_a_tier_that_hangs_comes_to_an_end() -> None:
     tier = holding(TroubledTier(), 1)
     tier.hangs = {"evict"}

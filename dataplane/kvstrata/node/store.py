@@ -241,14 +241,18 @@ class Store:
     async def quiesce(self, seconds: float = 10.0) -> None:
         """End cascades and promotions; each finishes the batch it is at, or is given up after
         `seconds`."""
-        ending = asyncio.ensure_future(
-            asyncio.gather(*(cascade.close() for cascade in self.cascades), *self._promotions.tasks)
+        ending = asyncio.gather(
+            *(cascade.close() for cascade in self.cascades),
+            *self._promotions.tasks,
+            return_exceptions=True,
         )
         await asyncio.wait({ending}, timeout=max(0.0, seconds))
         if not ending.done():
             for guard in self.guards:
                 guard.give_up()
-        await ending
+        for failed in await ending:
+            if failed is not None:  # it has settled who waited, and must not keep tiers open
+                _log.error("a promotion or cascade failed", exc_info=failed)
 
     async def close(self, seconds: float = 10.0) -> list[str]:
         """Close the tiers, in at most about `seconds`. Returns those of which something still
