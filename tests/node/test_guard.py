@@ -66,6 +66,31 @@ async def test_a_tier_is_not_asked_when_another_has_used_up_the_time() -> None:
 
 
 @timeless
+async def test_a_tier_that_always_answers_too_late_is_not_asked_for_a_while() -> None:
+    class Slow(TroubledTier):
+        seconds = 3.0
+
+        async def lookup(self, keys, deadline=None):  # type: ignore[no-untyped-def]
+            answers = await super().lookup(keys, deadline)
+            await asyncio.sleep(self.seconds)
+            return answers
+
+    tier = holding(Slow(), 1)
+    store = make_store(tier)
+    for _ in range(3):
+        assert await find(store, 1, wait=10.0) == {}
+    began = now()
+    assert await find(store, 1, wait=10.0) == {}
+    assert now() == began  # computed at once, instead of waited for in vain
+    assert "3 times lookup, last: no answer in 2 s" in store.guards[0].trouble
+    tier.seconds = 0.1
+    await asyncio.sleep(40.0)
+    assert len(await find(store, 1)) == 1
+    assert store.guards[0].trouble == ""
+    await store.close()
+
+
+@timeless
 async def test_while_all_tiers_are_degraded_a_miss_is_one_at_once() -> None:
     tier = holding(TroubledTier(), 1)
     tier.hangs = {"lookup"}

@@ -164,6 +164,8 @@ class Guard:
             seconds + self._grace,
         )
         if call.left:
+            if seconds >= self._lookup_deadline and not self._closed:
+                self.breaker.failed(Kind.LOOKUP, f"no answer in {seconds:.3g} s")
             return None
         try:
             present = complete(_result(call.task), len(keys))
