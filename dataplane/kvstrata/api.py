@@ -18,6 +18,7 @@ from kvstrata.keys import DIGEST_BYTES, MAX_KEY_BYTES, Key, split_key
 
 __all__ = [
     "HTTP_STATUS",
+    "MAX_INT",
     "MAX_KEYS",
     "MAX_WAIT",
     "Change",
@@ -72,6 +73,8 @@ __all__ = [
 
 MAX_KEYS = 65_536
 """Most keys in one list of one message."""
+MAX_INT = 1 << 53
+"""Largest number of bytes, chunks or reports in a message: every reader of JSON has it exactly."""
 MAX_WAIT = 30.0
 """Longest long poll, seconds."""
 
@@ -178,7 +181,7 @@ class NodeRegistration(_Request):
     peer_address: Annotated[str, Field(max_length=255)] | None = None
     """Where other nodes reach its peer port (`tcp://10.0.0.7:7801`); None: can't be a source."""
     transports: list[Name] = []
-    capacity_bytes: Annotated[int, Field(ge=0), NUMBER] = 0
+    capacity_bytes: Annotated[int, Field(ge=0, le=MAX_INT), NUMBER] = 0
     stores: Annotated[list[StoreRef], Field(max_length=64)] = []
     events: Annotated[list[EventsAt], Field(max_length=64)] = []
 
@@ -196,9 +199,9 @@ class RegistrationReply(_Answer):
 
 
 class HostUse(_Request):
-    used_bytes: Annotated[int, Field(ge=0), NUMBER]
-    capacity_bytes: Annotated[int, Field(ge=0), NUMBER]
-    chunks: Annotated[int, Field(ge=0), NUMBER]
+    used_bytes: Annotated[int, Field(ge=0, le=MAX_INT), NUMBER]
+    capacity_bytes: Annotated[int, Field(ge=0, le=MAX_INT), NUMBER]
+    chunks: Annotated[int, Field(ge=0, le=MAX_INT), NUMBER]
 
 
 class HeartbeatRequest(_Request):
@@ -208,7 +211,7 @@ class HeartbeatRequest(_Request):
     host: HostUse
     healthy: Flag = True
     detail: Annotated[str, Field(max_length=2000)] = ""
-    next_seq: Annotated[int, Field(ge=0), NUMBER] | None = None
+    next_seq: Annotated[int, Field(ge=0, le=MAX_INT), NUMBER] | None = None
     """`seq` of the node's next report: shows a server that lost the last ones that it did."""
     events: Annotated[list[EventsAt], Field(max_length=64)] | None = None
     """As registered: a server that has begun anew doesn't remember. None: as they were."""
@@ -269,7 +272,7 @@ class Report(_Request):
     """
 
     incarnation: Name
-    seq: Annotated[int, Field(ge=0), NUMBER]
+    seq: Annotated[int, Field(ge=0, le=MAX_INT), NUMBER]
     changes: Annotated[list[Change], Field(max_length=64)]
     snapshot: Literal["no", "first", "more", "last", "only"] = "no"
     namespaces: Annotated[list[str], Field(max_length=64)] = []
@@ -386,7 +389,7 @@ class TransferRequest(_Request):
     priority: Annotated[int, Field(ge=0, le=9), NUMBER] = 5
     deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0
     hold: Annotated[float, Field(ge=0, le=3600), NUMBER] = 60.0
-    byte_budget: Annotated[int, Field(gt=0), NUMBER] | None = None
+    byte_budget: Annotated[int, Field(gt=0, le=MAX_INT), NUMBER] | None = None
     dry_run: Flag = False
 
 
@@ -401,7 +404,7 @@ class PrefetchRequest(_Request):
     priority: Annotated[int, Field(ge=0, le=9), NUMBER] = 5
     deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0
     hold: Annotated[float, Field(ge=0, le=3600), NUMBER] = 60.0
-    byte_budget: Annotated[int, Field(gt=0), NUMBER] | None = None
+    byte_budget: Annotated[int, Field(gt=0, le=MAX_INT), NUMBER] | None = None
     dry_run: Flag = False
 
 
@@ -522,7 +525,7 @@ class Progress(_Request):
     final: Flag
     outcomes: dict[HexKey, Outcome] = {}
     sources: dict[HexKey, Name] = {}
-    bytes: Annotated[int, Field(ge=0), NUMBER] = 0
+    bytes: Annotated[int, Field(ge=0, le=MAX_INT), NUMBER] = 0
     detail: Annotated[str, Field(max_length=2000)] = ""
 
 
@@ -611,7 +614,7 @@ class EvictionResult(_Request):
 
     incarnation: Name
     dropped: Annotated[
-        dict[Name, Annotated[int, Field(ge=0), NUMBER]] | None, Field(max_length=64)
+        dict[Name, Annotated[int, Field(ge=0, le=MAX_INT), NUMBER]] | None, Field(max_length=64)
     ] = None
     detail: Annotated[str, Field(max_length=2000)] = ""
 

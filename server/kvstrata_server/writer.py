@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 
-from sqlalchemy.exc import DBAPIError, StatementError
+from sqlalchemy.exc import DBAPIError
 
 from kvstrata.backoff import Backoff
 from kvstrata.errors import Busy
@@ -142,7 +142,8 @@ class Writer:
                 await self._database.lock(connection)
                 for write in batch:
                     await write.apply(connection)
-        except (DBAPIError, StatementError) as e:
+        except Exception as e:
+            # Drivers have errors of their own for what they can't send, as OverflowError.
             if may_pass(e):
                 raise
             await self._commit_singly(batch)
@@ -154,7 +155,7 @@ class Writer:
                 async with self._database.engine.begin() as connection:
                     await self._database.lock(connection)
                     await write.apply(connection)
-            except (DBAPIError, StatementError) as e:
+            except Exception as e:
                 if may_pass(e):
                     raise
                 self.dropped += 1

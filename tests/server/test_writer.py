@@ -120,6 +120,16 @@ async def test_one_impossible_write_does_not_block_the_others(place, caplog):
         assert "dropped a write" in caplog.text
 
 
+async def test_nor_does_one_that_the_driver_can_not_send(place, caplog):
+    async with writing(place) as (writer, database):
+        huge = PutNode("huge", "i1", 0, None, (), 1 << 70, False, 0.0)
+        writer.put(huge)
+        writer.put(*GROUND)
+        await writer.flushed(5)
+        assert writer.dropped == 1
+        assert [row.id for row in await database.rows(select(NodeRow.id))] == ["a"]
+
+
 async def test_placements_of_many_kinds_of_keys_arrive_as_they_are(place):
     async with writing(place) as (writer, database):
         index = PlacementIndex(database.shared)

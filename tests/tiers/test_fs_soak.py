@@ -52,7 +52,10 @@ class Soak:
 
     def removed(self, keys: list[Key]) -> None:
         self.held.difference_update(keys)
-        self.damaged.difference_update(keys)
+        # What a tier gives up without removing it (it read badly, and then there was no room for
+        # it anew) is found again, and as damaged as it was.
+        gone = [k for k in keys if not path(self.root, int_of(k)).exists()]
+        self.damaged.difference_update(gone)
 
     async def step(self) -> None:
         self.clock.advance(3 * self.rng.random())
