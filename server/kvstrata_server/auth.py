@@ -10,8 +10,9 @@ from collections.abc import Callable
 from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvstrata_server.answered import Answered
 from kvstrata_server.audit import PutAudit
 from kvstrata_server.plane import ControlState, state_of
 from kvstrata_server.problems import Forbidden, problem
@@ -57,16 +58,9 @@ class Gate:
     async def _passed(
         self, identity: Identity, client: str, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        status = 500
-
-        async def watch(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        answered = Answered(send)
         try:
-            await self._app(scope, receive, watch)
+            await self._app(scope, receive, answered)
         finally:
             operation = getattr(scope.get("route"), "name", "")
             audited = operation and needs_of(operation, scope["method"]).audited
@@ -79,7 +73,7 @@ class Gate:
                         client=client,
                         operation=operation,
                         subject=scope["path"],
-                        status=status,
+                        status=answered.status,
                     )
                 )
 

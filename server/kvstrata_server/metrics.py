@@ -5,7 +5,9 @@ from __future__ import annotations
 from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvstrata_server.answered import Answered
 
 __all__ = ["Metrics", "Timing"]
 
@@ -76,18 +78,11 @@ class Timing:
             await self._app(scope, receive, send)
             return
         started = perf_counter()
-        status = 500
-
-        async def watch(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        answered = Answered(send)
         try:
-            await self._app(scope, receive, watch)
+            await self._app(scope, receive, answered)
         finally:
             route = getattr(scope.get("route"), "path", "none")
-            self._requests.labels(scope["method"], route, str(status)).observe(
+            self._requests.labels(scope["method"], route, str(answered.status)).observe(
                 perf_counter() - started
             )

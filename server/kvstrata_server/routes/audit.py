@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Query
 
 from kvstrata import api
 from kvstrata_server.audit import page
-from kvstrata_server.plane import ControlState, state_of
 from kvstrata_server.problems import responses
-from kvstrata_server.routes.paging import Limit
+from kvstrata_server.routes.parameters import Limit, State
 
 router = APIRouter(prefix="/v1/audit", tags=["audit"])
-
-State = Annotated[ControlState, Depends(state_of)]
 
 
 @router.get("", responses=responses())

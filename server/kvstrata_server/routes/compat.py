@@ -10,24 +10,22 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from kvstrata.errors import Malformed, Missing
 from kvstrata.keys import Key, Namespace
-from kvstrata_server.auth import identity_of
 from kvstrata_server.compat import DEFAULT_TENANT, Asked, Overlap, overlaps
 from kvstrata_server.dump import dump_of
 from kvstrata_server.hashing import chunk_keys, sequence_hashes, sequence_keys
-from kvstrata_server.plane import ControlState, state_of
+from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
 from kvstrata_server.roles import Identity
+from kvstrata_server.routes.parameters import State, Who
 
 router = APIRouter(tags=["compatible"])
 
-State = Annotated[ControlState, Depends(state_of)]
-Who = Annotated[Identity, Depends(identity_of)]
 
 _MOST_TOKENS = 1 << 20
 # Up to here hashing takes no longer than a change of threads is worth.

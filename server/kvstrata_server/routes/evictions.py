@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Path, Response
+from fastapi import APIRouter, Path, Response
 
 from kvstrata import api
 from kvstrata_server.examples import example
-from kvstrata_server.plane import ControlState, state_of
 from kvstrata_server.problems import responses
-from kvstrata_server.routes.paging import After, Limit, NodeId
+from kvstrata_server.routes.parameters import After, Limit, NodeId, State
 
 router = APIRouter(prefix="/v1", tags=["evictions"])
 
-State = Annotated[ControlState, Depends(state_of)]
 EvictionId = Annotated[str, Path(max_length=64)]
 
 

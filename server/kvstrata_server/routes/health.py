@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Response
 
 from kvstrata import api
-from kvstrata_server.plane import ControlState, state_of
 from kvstrata_server.problems import responses
+from kvstrata_server.routes.parameters import State
 
 router = APIRouter(tags=["health"])
 
-State = Annotated[ControlState, Depends(state_of)]
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Path, Response
+from fastapi import APIRouter, Path, Response
 
 from kvstrata import api
 from kvstrata.api import LeaseState
-from kvstrata_server.auth import identity_of
 from kvstrata_server.examples import example
-from kvstrata_server.plane import ControlState, state_of
+from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
-from kvstrata_server.roles import Identity
 from kvstrata_server.routes import transfers
+from kvstrata_server.routes.parameters import IdempotencyKey, State, Who
 
 router = APIRouter(prefix="/v1/leases", tags=["leases"])
 
-State = Annotated[ControlState, Depends(state_of)]
-Who = Annotated[Identity, Depends(identity_of)]
 LeaseId = Annotated[str, Path(max_length=64)]
 
 
@@ -33,14 +30,7 @@ async def create_lease(
     response: Response,
     state: State,
     who: Who,
-    idempotency_key: Annotated[
-        str | None,
-        Header(
-            min_length=1,
-            max_length=255,
-            description="The same key with the same request gives the same lease",
-        ),
-    ] = None,
+    idempotency_key: IdempotencyKey = None,
 ) -> api.LeaseInfo:
     """Ask a node to keep chunks in host memory. Read it again to see which it has got. To renew
     one, ask for another before it ends, and delete the first."""

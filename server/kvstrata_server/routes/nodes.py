@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 
 from kvstrata import api
-from kvstrata_server.auth import identity_of
 from kvstrata_server.examples import example
-from kvstrata_server.plane import ControlState, state_of
 from kvstrata_server.problems import Forbidden, responses
-from kvstrata_server.roles import Identity
-from kvstrata_server.routes.paging import After, Limit, NodeId
+from kvstrata_server.routes.parameters import After, Limit, NodeId, State, Who
 
 router = APIRouter(prefix="/v1/nodes", tags=["nodes"])
 
-State = Annotated[ControlState, Depends(state_of)]
-Who = Annotated[Identity, Depends(identity_of)]
 Incarnation = Annotated[
     str, Query(max_length=128, description="The node's start id, as registered")
 ]

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 
 from kvstrata import api
-from kvstrata_server.auth import identity_of
 from kvstrata_server.cluster import keys_of
 from kvstrata_server.examples import example
 from kvstrata_server.lookup import look_up
-from kvstrata_server.plane import ControlState, state_of
 from kvstrata_server.problems import responses
-from kvstrata_server.roles import Identity
-from kvstrata_server.routes.paging import After, Limit
+from kvstrata_server.routes.parameters import After, Limit, State, Who
 
 router = APIRouter(prefix="/v1", tags=["placements"])
-
-State = Annotated[ControlState, Depends(state_of)]
-Who = Annotated[Identity, Depends(identity_of)]
 
 
 @router.post(

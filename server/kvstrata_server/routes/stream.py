@@ -16,12 +16,12 @@ from kvstrata_server.auth import standing_of
 from kvstrata_server.batches import Families
 from kvstrata_server.feed import Change, Feed, NodeChange, Placed, Voided
 from kvstrata_server.index import HOST
-from kvstrata_server.plane import ControlState, state_of
+from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
+from kvstrata_server.routes.parameters import State
 
 router = APIRouter(prefix="/v1", tags=["events"])
 
-State = Annotated[ControlState, Depends(state_of)]
 Standing = Annotated[Callable[[], bool], Depends(standing_of)]
 
 _CURSOR = r"^([0-9a-f]{1,32}:[0-9]{1,18})?$"

@@ -5,32 +5,26 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Path, Response
+from fastapi import APIRouter, Path, Response
 
 from kvstrata import api
 from kvstrata.errors import Missing
-from kvstrata_server.auth import identity_of
 from kvstrata_server.cluster import keys_of
 from kvstrata_server.examples import example
-from kvstrata_server.plane import ControlState, state_of
+from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
 from kvstrata_server.roles import Identity
-from kvstrata_server.routes.paging import After, Limit
+from kvstrata_server.routes.parameters import PLANNED, After, IdempotencyKey, Limit, State, Who
 
 router = APIRouter(prefix="/v1/transfers", tags=["transfers"])
 
-State = Annotated[ControlState, Depends(state_of)]
-Who = Annotated[Identity, Depends(identity_of)]
 TransferId = Annotated[str, Path(max_length=64)]
 
 
 @router.post(
     "",
     status_code=202,
-    responses={
-        200: {"model": api.TransferInfo, "description": "A dry run: the plan, not kept"},
-        **responses(404, 409, 503),
-    },
+    responses={**PLANNED, **responses(404, 409, 503)},
     openapi_extra=example("create_transfer", 202),
 )
 async def create_transfer(
@@ -38,14 +32,7 @@ async def create_transfer(
     response: Response,
     state: State,
     who: Who,
-    idempotency_key: Annotated[
-        str | None,
-        Header(
-            min_length=1,
-            max_length=255,
-            description="The same key with the same request gives the same transfer",
-        ),
-    ] = None,
+    idempotency_key: IdempotencyKey = None,
 ) -> api.TransferInfo:
     """Ask a node to fetch chunks from others. The answer is the transfer, accepted and kept; read
     it again for its outcome per key. Keys that nobody holds are outcomes, not errors."""
