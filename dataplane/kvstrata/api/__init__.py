@@ -1,0 +1,132 @@
+"""REST messages of the control plane, `/v1`: typed once, used by the server and its clients.
+
+Keys travel as lower-case hex of the whole key. Times are seconds since the epoch (UTC),
+durations are seconds. Unknown fields in requests are errors; in answers they are ignored, so
+that a newer server can talk to an older client.
+"""
+
+from __future__ import annotations
+
+from kvstrata.api.audit import AuditEntry, AuditList
+from kvstrata.api.base import (
+    HTTP_STATUS,
+    MAX_INT,
+    MAX_KEYS,
+    MAX_WAIT,
+    NUMBER,
+    Flag,
+    HexKey,
+    Keys,
+    Name,
+    Problem,
+    from_hex,
+)
+from kvstrata.api.commands import Command, CommandBatch, Progress, ProgressReply, SourceRef
+from kvstrata.api.evictions import (
+    EvictionInfo,
+    EvictionList,
+    EvictionRequest,
+    EvictionResult,
+    EvictionState,
+    NodeEviction,
+    OfKeys,
+    OfModel,
+    OfNamespaces,
+)
+from kvstrata.api.health import Health, TaskHealth
+from kvstrata.api.leases import LeaseInfo, LeaseRequest, LeaseState
+from kvstrata.api.nodes import (
+    EventsAt,
+    HeartbeatReply,
+    HeartbeatRequest,
+    HostUse,
+    NodeInfo,
+    NodeList,
+    NodeRegistration,
+    NodeState,
+    RegistrationReply,
+    StoreRef,
+)
+from kvstrata.api.placements import (
+    Change,
+    LookupReply,
+    LookupRequest,
+    NamespaceInfo,
+    NamespaceList,
+    NodePlacement,
+    Report,
+    ReportReply,
+    Tally,
+)
+from kvstrata.api.transfers import (
+    KeyOutcome,
+    Outcome,
+    PrefetchRequest,
+    TransferInfo,
+    TransferList,
+    TransferRequest,
+    TransferState,
+    TransferSummary,
+)
+
+__all__ = [
+    "HTTP_STATUS",
+    "MAX_INT",
+    "MAX_KEYS",
+    "MAX_WAIT",
+    "NUMBER",
+    "AuditEntry",
+    "AuditList",
+    "Change",
+    "Command",
+    "CommandBatch",
+    "EventsAt",
+    "EvictionInfo",
+    "EvictionList",
+    "EvictionRequest",
+    "EvictionResult",
+    "EvictionState",
+    "Flag",
+    "Health",
+    "HeartbeatReply",
+    "HeartbeatRequest",
+    "HexKey",
+    "HostUse",
+    "KeyOutcome",
+    "Keys",
+    "LeaseInfo",
+    "LeaseRequest",
+    "LeaseState",
+    "LookupReply",
+    "LookupRequest",
+    "Name",
+    "NamespaceInfo",
+    "NamespaceList",
+    "NodeEviction",
+    "NodeInfo",
+    "NodeList",
+    "NodePlacement",
+    "NodeRegistration",
+    "NodeState",
+    "OfKeys",
+    "OfModel",
+    "OfNamespaces",
+    "Outcome",
+    "PrefetchRequest",
+    "Problem",
+    "Progress",
+    "ProgressReply",
+    "RegistrationReply",
+    "Report",
+    "ReportReply",
+    "SourceRef",
+    "StoreRef",
+    "Tally",
+    "TaskHealth",
+    "TransferInfo",
+    "TransferList",
+    "TransferRequest",
+    "TransferState",
+    "TransferSummary",
+    "from_hex",
+]

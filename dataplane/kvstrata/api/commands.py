@@ -1,0 +1,67 @@
+"""What nodes are asked to do, and say of it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from kvstrata.api.base import MAX_INT, NUMBER, Answer, Flag, HexKey, Name, Request
+from kvstrata.api.transfers import Outcome, TransferState
+
+__all__ = ["Command", "CommandBatch", "Progress", "ProgressReply", "SourceRef"]
+
+
+class SourceRef(Answer):
+    node: str
+    address: str
+
+
+class Command(Answer):
+    """What a node is asked to do; it polls for these, so it needs no open port for them.
+
+    `pull`: fetch `keys` from `sources` (best first) before `deadline_in` seconds have passed,
+    hold them leased for `hold` seconds, and post `Progress`. `cancel`: stop pulling `transfer`,
+    or release what it holds if it has ended.
+    `evict`: drop `keys`, or what is of the namespaces `digests`, from `tiers` (none named: all),
+    and post `EvictionResult`. A command is repeated until the node answers it, so executing one is
+    idempotent. A node ignores kinds it doesn't know.
+    """
+
+    kind: str
+    transfer: str
+    """Id of the transfer, or of the eviction."""
+    namespaces: list[str] = []
+    keys: list[str] = []
+    sources: list[SourceRef] = []
+    deadline_in: float = 0.0
+    hold: float = 0.0
+    byte_budget: int | None = None
+    tiers: list[str] = []
+    digests: list[str] = []
+
+
+class CommandBatch(Answer):
+    """GET /v1/nodes/{id}/commands?incarnation=...&wait=SECONDS (long poll, `MAX_WAIT` at most)"""
+
+    commands: list[Command]
+
+
+class Progress(Request):
+    """POST /v1/nodes/{id}/progress: what became of the keys so far; `final` ends the transfer.
+
+    A node posts one without outcomes when it takes a command. `bytes` is the total so far.
+    """
+
+    incarnation: Name
+    transfer: Name
+    final: Flag
+    outcomes: dict[HexKey, Outcome] = {}
+    sources: dict[HexKey, Name] = {}
+    bytes: Annotated[int, Field(ge=0, le=MAX_INT), NUMBER] = 0
+    detail: Annotated[str, Field(max_length=2000)] = ""
+
+
+class ProgressReply(Answer):
+    state: TransferState
+    """An ended state: stop working on it."""

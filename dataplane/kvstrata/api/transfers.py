@@ -1,0 +1,131 @@
+"""Scheduled movements of chunks, and prefetches."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from kvstrata.api.base import MAX_INT, MAX_KEYS, NUMBER, Answer, Flag, HexKey, Name, Request
+
+__all__ = [
+    "KeyOutcome",
+    "Outcome",
+    "PrefetchRequest",
+    "TransferInfo",
+    "TransferList",
+    "TransferRequest",
+    "TransferState",
+    "TransferSummary",
+]
+
+
+class TransferState(enum.StrEnum):
+    """queued -> running -> done | partial | failed; cancelled and expired from either.
+
+    `running`: the target said that it took it. `done`: every key stored or present. `partial`:
+    some. `failed`: none. An ended transfer never changes again.
+    """
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    PARTIAL = "partial"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    PLANNED = "planned"  # a dry run: never executed, not stored
+
+    @property
+    def ended(self) -> bool:
+        return self not in (TransferState.QUEUED, TransferState.RUNNING)
+
+
+class Outcome(enum.StrEnum):
+    """Of one key of a transfer, at the target.
+
+    What is pending when the transfer is cancelled or expires becomes `cancelled`: whether its
+    bytes arrived is not known.
+    """
+
+    PENDING = "pending"
+    STORED = "stored"
+    PRESENT = "present"
+    MISSING = "missing"
+    CORRUPT = "corrupt"
+    NO_ROOM = "no_room"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class TransferRequest(Request):
+    """POST /v1/transfers. Send an `Idempotency-Key` header to make a retry harmless.
+
+    `source` is a node id or `any`. `deadline` is seconds from now. `hold` is how long the target
+    keeps the chunks leased after they arrived, so that the request that needs them finds them.
+    `source` may also be `own`: the target promotes from its own tiers, and asks no other node.
+    `byte_budget` is the most bytes to move: keys past it end as `no_room`. Of two transfers to
+    one node the one of higher `priority` is handed out first. Repeated keys count once.
+    """
+
+    target: Name
+    keys: Annotated[list[HexKey], Field(min_length=1, max_length=MAX_KEYS)]
+    source: Name = "any"
+    priority: Annotated[int, Field(ge=0, le=9), NUMBER] = 5
+    deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0
+    hold: Annotated[float, Field(ge=0, le=3600), NUMBER] = 60.0
+    byte_budget: Annotated[int, Field(gt=0, le=MAX_INT), NUMBER] | None = None
+    dry_run: Flag = False
+
+
+class PrefetchRequest(Request):
+    """POST /v1/prefetches: a transfer from a node's own tiers into its host memory.
+
+    `hold` is how long the chunks stay leased there; the rest is as in `TransferRequest`.
+    """
+
+    node: Name
+    keys: Annotated[list[HexKey], Field(min_length=1, max_length=MAX_KEYS)]
+    priority: Annotated[int, Field(ge=0, le=9), NUMBER] = 5
+    deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0
+    hold: Annotated[float, Field(ge=0, le=3600), NUMBER] = 60.0
+    byte_budget: Annotated[int, Field(gt=0, le=MAX_INT), NUMBER] | None = None
+    dry_run: Flag = False
+
+
+class KeyOutcome(Answer):
+    key: str
+    outcome: Outcome
+    source: str | None = None
+    """Node the bytes came from; of a dry run, where they would come from."""
+
+
+class TransferSummary(Answer):
+    id: str
+    """Sorts by time of creation. Of a dry run it names nothing."""
+    state: TransferState
+    source: str
+    target: str
+    priority: int
+    created: float
+    deadline: float
+    ended: float | None = None
+    detail: str = ""
+    bytes: int = 0
+    """Bytes moved; of a dry run, bytes that would be moved (0 where sizes are unknown)."""
+    counts: dict[Outcome, int] = {}
+    """How many keys have each outcome."""
+
+
+class TransferInfo(TransferSummary):
+    keys: list[KeyOutcome]
+    kv_transfer_params: dict[str, Any] = {}
+    """For llm-d: what to paste into the request that will use the chunks."""
+    router_hint: dict[str, Any] = {}
+    """For Dynamo: likewise."""
+
+
+class TransferList(Answer):
+    transfers: list[TransferSummary]
+    next: str | None = None
