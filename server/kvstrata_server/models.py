@@ -9,6 +9,7 @@
     change_log                what the servers that share a database tell each other
     transfers ── transfer_chunks
     evictions                 chunks that nodes were asked to give up
+    quotas                    how much each tenant may hold and move
     api_tokens                who may ask, as hashes
     audit_log                 who changed what
 
@@ -51,6 +52,7 @@ __all__ = [
     "NamespaceRow",
     "NodeRow",
     "PlacementRow",
+    "QuotaRow",
     "StoreRow",
     "TokenRow",
     "TransferChunkRow",
@@ -207,6 +209,18 @@ class EvictionRow(Base):
     """Keys, namespaces and tiers, while it runs."""
     nodes: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
     """What each node dropped."""
+
+
+class QuotaRow(Base):
+    __tablename__ = "quotas"
+
+    tenant: Mapped[str] = mapped_column(String(255), primary_key=True)
+    """As in the documents of its namespaces; empty for those that have none."""
+    max_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    """NULL, here and below: no bound."""
+    max_transfers: Mapped[int | None] = mapped_column(BigInteger)
+    max_transfer_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    changed: Mapped[float] = mapped_column(Double)
 
 
 class TokenRow(Base):

@@ -76,6 +76,7 @@ async def fill(connection) -> None:
         "INSERT INTO placements VALUES (9000000000000000001, 5), (2, 5), (2, 6)",
         "INSERT INTO hot_prefixes VALUES (:digest, :chunk, 3, 2, 40, 1.0)",
         "INSERT INTO change_log (server, time, entry) VALUES ('x', 1.0, :chunk)",
+        "INSERT INTO quotas VALUES ('', 9007199254740992, NULL, 3, 1.0)",
     ):
         names = {"digest": NAMESPACE.digest, "document": NAMESPACE.document, "chunk": b"\0\0\0\2ab"}
         given = {name: value for name, value in names.items() if f":{name}" in statement}
