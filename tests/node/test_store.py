@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -384,6 +385,38 @@ async def test_drop_names_its_tiers() -> None:
     assert await store.drop(["host", "held"], None) == {"held": 1, "host": 2}
     with pytest.raises(Malformed, match=r"no tier 'ssd'.*held.*host"):
         await store.drop(["ssd"], None)
+
+
+async def test_drop_of_a_namespace_takes_what_each_tier_has_of_it() -> None:
+    tier = HeldTier()
+    other = make_key(b"x" * 16, 0, b"h" * 32)
+    tier.chunks = {key(1): b"", key(3): b"", other: b""}
+    store = make_store(tier)
+    put(store, 1, 2)
+    asked = [key(1), key(1), other]
+    dropped = await store.drop(["host", "held"], asked, {NAMESPACE.digest})
+    assert dropped == {"held": 3, "host": 2}
+    assert tier.chunks == {}
+    assert store.host.keys() == []
+
+
+@pytest.mark.parametrize("by", ["all", "keys", "namespace"])
+async def test_others_have_their_turns_while_much_is_dropped(by: str) -> None:
+    store = make_store(pages=5000)
+    put(store, *range(5000))
+    left: list[int] = []
+
+    async def others() -> None:
+        while store.host.keys():
+            left.append(len(store.host.keys()))
+            await asyncio.sleep(0)
+
+    watching = asyncio.create_task(others())
+    keys = {"all": None, "keys": store.host.keys(), "namespace": []}[by]
+    digests = {NAMESPACE.digest} if by == "namespace" else set()
+    assert await store.drop(["host"], keys, digests) == {"host": 5000}
+    await watching
+    assert max(a - b for a, b in itertools.pairwise([5000, *left, 0])) <= 1024
 
 
 async def test_one_store_can_be_attached_once() -> None:

@@ -422,8 +422,7 @@ class Node:
             "host",
             *(guard.name for guard in self.store.guards if guard.tier.writable),
         )
-        keys = [*asked.keys, *await self.store.held_of(tiers, asked.digests)]
-        return await self.store.drop(tiers, list(dict.fromkeys(keys)))
+        return await self.store.drop(tiers, asked.keys, asked.digests)
 
 
 def _lock(socket: Path) -> int:

@@ -31,6 +31,8 @@ __all__ = ["Store"]
 
 _log = logging.getLogger(__name__)
 
+_DROP_KEYS = 1024
+
 
 class Store:
     """Host tier and secondary tiers as one. `region` is the writable byte view of the region."""
@@ -212,8 +214,14 @@ class Store:
         self._waits.stop(owner)
         self.host.forget(owner)
 
-    async def drop(self, tiers: Sequence[str], keys: Sequence[Key] | None) -> dict[str, int]:
-        """Drop idle chunks from the named tiers (None: all chunks); how many, by tier."""
+    async def drop(
+        self,
+        tiers: Sequence[str],
+        keys: Sequence[Key] | None,
+        digests: Collection[bytes] = (),
+    ) -> dict[str, int]:
+        """Drop idle chunks from the named tiers: `keys` (None: all), and what they hold of the
+        namespaces `digests`; how many, by tier. Raises `Malformed` on unknown tiers."""
         known = {"host"} | {guard.name for guard in self.guards}
         for name in tiers:
             if name not in known:
@@ -221,22 +229,15 @@ class Store:
         dropped: dict[str, int] = {}
         for guard in self.guards:
             if guard.name in tiers:
-                victims = guard.keys() if keys is None else keys
+                victims = await _victims(guard.keys, keys, digests)
                 dropped[guard.name] = sum(await guard.evict(victims))
         if "host" in tiers:
-            dropped["host"] = self.host.drop(keys)
+            dropped["host"] = 0
+            victims = await _victims(self.host.keys, keys, digests)
+            for start in range(0, len(victims), _DROP_KEYS):
+                dropped["host"] += self.host.drop(victims[start : start + _DROP_KEYS])
+                await asyncio.sleep(0)  # there may be millions, and engines wait
         return dropped
-
-    async def held_of(self, tiers: Sequence[str], digests: Collection[bytes]) -> list[Key]:
-        """Chunks of these namespaces that the named tiers hold, in no order; some repeat."""
-        if not digests:
-            return []
-        held = [self.host.keys()] if "host" in tiers else []
-        held += [guard.keys() for guard in self.guards if guard.name in tiers]
-        # Millions, maybe: in a thread, so that engines aren't kept waiting.
-        return await asyncio.to_thread(
-            lambda: [key for keys in held for key in keys if key[:DIGEST_BYTES] in digests]
-        )
 
     async def quiesce(self, seconds: float = 10.0) -> None:
         """End cascades and promotions; each finishes the batch it is at, or is given up after
@@ -319,3 +320,22 @@ class Store:
 
     def _count_error(self) -> None:
         self.counters.tier_errors += 1
+
+
+async def _victims(
+    held: Callable[[], list[Key]], keys: Sequence[Key] | None, digests: Collection[bytes]
+) -> Sequence[Key]:
+    """`keys` (None: all that is held), each once, and those held of the namespaces `digests`."""
+    if keys is None:
+        return held()
+    named = dict.fromkeys(keys)
+    if not digests:
+        return list(named)
+    here = held()
+    # Millions, maybe: in a thread, and key by key, so that the loop has its turns meanwhile.
+    return [
+        *named,
+        *await asyncio.to_thread(
+            lambda: [k for k in here if k[:DIGEST_BYTES] in digests and k not in named]
+        ),
+    ]
