@@ -8,13 +8,19 @@ from fastapi import APIRouter, Query
 
 from kvstrata import api
 from kvstrata_server.audit import page
+from kvstrata_server.examples import example
 from kvstrata_server.problems import responses
 from kvstrata_server.routes.parameters import Limit, State
 
 router = APIRouter(prefix="/v1/audit", tags=["audit"])
 
 
-@router.get("", responses=responses())
+@router.get(
+    "",
+    summary="Read who changed what",
+    responses=responses(),
+    openapi_extra=example("list_audit"),
+)
 async def list_audit(
     state: State,
     after: Annotated[

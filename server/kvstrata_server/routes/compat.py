@@ -18,6 +18,7 @@ from kvstrata.errors import Malformed, Missing
 from kvstrata.keys import Key, Namespace
 from kvstrata_server.compat import DEFAULT_TENANT, Asked, Overlap, overlaps
 from kvstrata_server.dump import dump_of
+from kvstrata_server.examples import example
 from kvstrata_server.hashing import chunk_keys, sequence_hashes, sequence_keys
 from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
@@ -64,20 +65,8 @@ class _Asked(BaseModel):
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
 
-def _example(**fields: Any) -> ConfigDict:
-    return ConfigDict(json_schema_extra={"examples": [fields]})
-
-
 class InstanceRegistration(_Asked):
     """POST /register"""
-
-    model_config = _example(
-        instance_id=1,
-        endpoint="tcp://10.0.0.7:5557",
-        replay_endpoint="tcp://10.0.0.7:5558",
-        model_name="Qwen/Qwen3-32B",
-        block_size=16,
-    )
 
     instance_id: _Id
     endpoint: _Name
@@ -92,8 +81,6 @@ class InstanceRegistration(_Asked):
 
 class InstanceRemoval(_Asked):
     """POST /unregister"""
-
-    model_config = _example(instance_id=1, model_name="Qwen/Qwen3-32B")
 
     instance_id: _Id
     model_name: _Model
@@ -121,8 +108,6 @@ class _Query(_Asked):
 class PrefixQuery(_Query):
     """POST /query"""
 
-    model_config = _example(model_name="Qwen/Qwen3-32B", token_ids=[9707, 11, 1879, 0])
-
     token_ids: Annotated[
         list[Annotated[int, Field(ge=0, lt=1 << 32)]], Field(max_length=_MOST_TOKENS), _WHOLES
     ]
@@ -133,8 +118,6 @@ class PrefixQuery(_Query):
 
 class HashQuery(_Query):
     """POST /query_by_hash: one of the two lists. Only for namespaces that hash by `xxh3`."""
-
-    model_config = _example(model_name="Qwen/Qwen3-32B", block_hashes=[-3803038268031200164])
 
     block_hashes: Annotated[list[_U64], Field(max_length=_MOST_TOKENS), _WHOLES] | None = None
     """Dynamo's: of each block by itself."""
@@ -194,7 +177,13 @@ class Worker(BaseModel):
     listeners: dict[str, Listener]
 
 
-@router.post("/register", status_code=201, responses=responses(404, 409, 503))
+@router.post(
+    "/register",
+    summary="Call a node by the name that a router knows",
+    status_code=201,
+    responses=responses(404, 409, 503),
+    openapi_extra=example("register_instance", 201),
+)
 async def register_instance(asked: InstanceRegistration, state: State) -> Done:
     """Call the node that publishes its KV events at `endpoint` by this id in answers."""
     state.instances.register(
@@ -210,7 +199,12 @@ async def register_instance(asked: InstanceRegistration, state: State) -> Done:
     return Done()
 
 
-@router.post("/unregister", responses=responses(404, 503))
+@router.post(
+    "/unregister",
+    summary="Forget the name of a node",
+    responses=responses(404, 503),
+    openapi_extra=example("unregister_instance"),
+)
 async def unregister_instance(asked: InstanceRemoval, state: State) -> Done:
     """Forget an instance, or one rank of it."""
     state.instances.unregister(
@@ -219,7 +213,12 @@ async def unregister_instance(asked: InstanceRemoval, state: State) -> Done:
     return Done()
 
 
-@router.post("/query", responses=responses(404))
+@router.post(
+    "/query",
+    summary="Ask how much of a prompt each instance has",
+    responses=responses(404),
+    openapi_extra=example("query_prefix"),
+)
 async def query_prefix(asked: PrefixQuery, state: State, who: Who) -> PrefixAnswer | MooncakeAnswer:
     """How much of a prompt each instance has. Hashes the tokens as the engines do."""
     namespaces = _namespaces(state, who, asked)
@@ -243,7 +242,12 @@ async def query_prefix(asked: PrefixQuery, state: State, who: Who) -> PrefixAnsw
     return _answer(state, asked, overlaps(state.cluster, chunks))
 
 
-@router.post("/query_by_hash", responses=responses(404))
+@router.post(
+    "/query_by_hash",
+    summary="Ask the same by hashes of blocks",
+    responses=responses(404),
+    openapi_extra=example("query_prefix_by_hash"),
+)
 async def query_prefix_by_hash(
     asked: HashQuery, state: State, who: Who
 ) -> PrefixAnswer | MooncakeAnswer:
@@ -258,9 +262,14 @@ async def query_prefix_by_hash(
     return _answer(state, asked, overlaps(state.cluster, chunks))
 
 
-@router.get("/workers", responses=responses())
+@router.get(
+    "/workers",
+    summary="List the registered instances",
+    responses=responses(),
+    openapi_extra=example("list_workers"),
+)
 async def list_workers(state: State, model_name: str | None = None) -> list[Worker]:
-    """The registered instances."""
+    """All of them, or those of one model, and whether their nodes are up."""
     found: dict[tuple[str, str, str], Worker] = {}
     for instance in state.instances.all():
         if model_name not in (None, instance.model):
@@ -285,7 +294,12 @@ async def list_workers(state: State, model_name: str | None = None) -> list[Work
     return list(found.values())
 
 
-@router.get("/dump", responses=responses())
+@router.get(
+    "/dump",
+    summary="Read what the registered instances hold",
+    responses=responses(),
+    openapi_extra=example("dump"),
+)
 async def dump(state: State) -> dict[str, Any]:
     """What the registered instances hold, as Dynamo's router events: for an indexer that starts
     with us as its peer. Asked of the nodes, which alone know the tokens."""

@@ -18,6 +18,7 @@ EvictionId = Annotated[str, Path(max_length=64)]
 
 @router.post(
     "/evictions",
+    summary="Have nodes drop chunks",
     status_code=202,
     responses=responses(404, 503),
     openapi_extra=example("create_eviction", 202),
@@ -32,19 +33,34 @@ async def create_eviction(
     return eviction
 
 
-@router.get("/evictions", responses=responses(503))
+@router.get(
+    "/evictions",
+    summary="List evictions",
+    responses=responses(503),
+    openapi_extra=example("list_evictions"),
+)
 async def list_evictions(state: State, after: After = None, limit: Limit = 100) -> api.EvictionList:
     """Oldest first."""
     return await state.evictions.page(after, limit)
 
 
-@router.get("/evictions/{eviction_id}", responses=responses(404, 503))
+@router.get(
+    "/evictions/{eviction_id}",
+    summary="See what an eviction dropped",
+    responses=responses(404, 503),
+    openapi_extra=example("get_eviction"),
+)
 async def get_eviction(eviction_id: EvictionId, state: State) -> api.EvictionInfo:
     """State, and what each node dropped."""
     return await state.evictions.get(eviction_id)
 
 
-@router.post("/nodes/{node_id}/evictions/{eviction_id}", responses=responses(404, 410, 503))
+@router.post(
+    "/nodes/{node_id}/evictions/{eviction_id}",
+    summary="Report what a node dropped",
+    responses=responses(404, 410, 503),
+    openapi_extra=example("post_eviction_result"),
+)
 async def post_eviction_result(
     node_id: NodeId, eviction_id: EvictionId, result: api.EvictionResult, state: State
 ) -> api.EvictionInfo:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from kvstrata import api
+from kvstrata_server.examples import example
 from kvstrata_server.problems import responses
 from kvstrata_server.routes.parameters import State
 
@@ -13,14 +14,23 @@ router = APIRouter(tags=["health"])
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-@router.get("/healthz")
+@router.get(
+    "/healthz",
+    summary="Check that the server is alive",
+    openapi_extra=example("get_health"),
+)
 async def get_health(state: State) -> api.Health:
     """Alive, and the state of its background tasks. Always 200: restarting this process would not
     mend a database that takes no writes."""
     return state.health()
 
 
-@router.get("/readyz", responses={503: {"model": api.Health, "description": "Not ready"}})
+@router.get(
+    "/readyz",
+    summary="Check that the server takes requests",
+    responses={503: {"model": api.Health, "description": "Not ready"}},
+    openapi_extra=example("get_readiness"),
+)
 async def get_readiness(state: State, response: Response) -> api.Health:
     """Whether requests should be sent here: 503 while it starts, ends, or can't write to SQL."""
     health = state.health()
@@ -31,8 +41,10 @@ async def get_readiness(state: State, response: Response) -> api.Health:
 
 @router.get(
     "/metrics",
+    summary="Scrape metrics",
     response_class=Response,
     responses={200: {"content": {"text/plain": {}}, "description": "Prometheus"}, **responses()},
+    openapi_extra=example("get_metrics", kind="text/plain"),
 )
 async def get_metrics(state: State) -> Response:
     """Counters and gauges as Prometheus text."""

@@ -21,6 +21,7 @@ LeaseId = Annotated[str, Path(max_length=64)]
 
 @router.post(
     "",
+    summary="Keep chunks in a node's host memory",
     status_code=202,
     responses=responses(404, 409, 503),
     openapi_extra=example("create_lease", 202),
@@ -46,14 +47,24 @@ async def create_lease(
     return await _lease(transfer.id, state)
 
 
-@router.get("/{lease_id}", responses=responses(404))
+@router.get(
+    "/{lease_id}",
+    summary="See what a lease holds",
+    responses=responses(404),
+    openapi_extra=example("get_lease"),
+)
 async def get_lease(lease_id: LeaseId, state: State, who: Who) -> api.LeaseInfo:
     """Whether it is held, until when, and which of its keys are."""
     await transfers.get_transfer(lease_id, state, who)
     return await _lease(lease_id, state)
 
 
-@router.delete("/{lease_id}", responses=responses(404, 503))
+@router.delete(
+    "/{lease_id}",
+    summary="End a lease before its time",
+    responses=responses(404, 503),
+    openapi_extra=example("release_lease"),
+)
 async def release_lease(lease_id: LeaseId, state: State, who: Who) -> api.LeaseInfo:
     """End it before its time. The node is told; one that can't be told lets it end by itself."""
     await transfers.cancel_transfer(lease_id, state, who)

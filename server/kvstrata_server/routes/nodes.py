@@ -18,7 +18,12 @@ Incarnation = Annotated[
 ]
 
 
-@router.post("", responses=responses(503), openapi_extra=example("register_node"))
+@router.post(
+    "",
+    summary="Register a node",
+    responses=responses(503),
+    openapi_extra=example("register_node"),
+)
 async def register_node(
     registration: api.NodeRegistration, state: State, who: Who
 ) -> api.RegistrationReply:
@@ -29,18 +34,34 @@ async def register_node(
     return state.cluster.register(registration)
 
 
-@router.get("", responses=responses())
+@router.get(
+    "",
+    summary="List nodes and how they fare",
+    responses=responses(),
+    openapi_extra=example("list_nodes"),
+)
 async def list_nodes(state: State, after: After = None, limit: Limit = 100) -> api.NodeList:
     """All nodes ever registered, in order of their ids."""
     return state.cluster.page(after, limit)
 
 
-@router.get("/{node_id}", responses=responses(404))
+@router.get(
+    "/{node_id}",
+    summary="See how one node fares",
+    responses=responses(404),
+    openapi_extra=example("get_node"),
+)
 async def get_node(node_id: NodeId, state: State) -> api.NodeInfo:
+    """State, stores, use of host memory, and how long ago it was heard."""
     return state.cluster.info(state.cluster.known(node_id))
 
 
-@router.delete("/{node_id}", responses=responses(404, 410, 503))
+@router.delete(
+    "/{node_id}",
+    summary="Take a node out of service",
+    responses=responses(404, 410, 503),
+    openapi_extra=example("deregister_node"),
+)
 async def deregister_node(
     node_id: NodeId, state: State, incarnation: Incarnation | None = None
 ) -> api.NodeInfo:
@@ -51,6 +72,7 @@ async def deregister_node(
 
 @router.put(
     "/{node_id}/heartbeat",
+    summary="Say that a node is alive",
     responses=responses(404, 410),
     openapi_extra=example("put_heartbeat"),
 )
@@ -63,6 +85,7 @@ async def put_heartbeat(
 
 @router.post(
     "/{node_id}/reports",
+    summary="Report which chunks came and went",
     responses=responses(404, 410, 503),
     openapi_extra=example("post_report"),
 )
@@ -71,7 +94,12 @@ async def post_report(node_id: NodeId, report: api.Report, state: State) -> api.
     return state.cluster.report(node_id, report)
 
 
-@router.get("/{node_id}/commands", responses=responses(404, 410))
+@router.get(
+    "/{node_id}/commands",
+    summary="Wait for what a node shall do",
+    responses=responses(404, 410),
+    openapi_extra=example("poll_commands"),
+)
 async def poll_commands(
     node_id: NodeId,
     incarnation: Incarnation,
@@ -85,7 +113,12 @@ async def poll_commands(
     return await state.transfers.commands(node_id, incarnation, wait, request.is_disconnected)
 
 
-@router.post("/{node_id}/progress", responses=responses(403, 404, 410, 503))
+@router.post(
+    "/{node_id}/progress",
+    summary="Report how a transfer goes",
+    responses=responses(403, 404, 410, 503),
+    openapi_extra=example("post_progress"),
+)
 async def post_progress(node_id: NodeId, progress: api.Progress, state: State) -> api.ProgressReply:
     """What became of a transfer's keys, so far or for good."""
     return await state.transfers.progress(node_id, progress)

@@ -15,7 +15,10 @@ router = APIRouter(prefix="/v1", tags=["placements"])
 
 
 @router.post(
-    "/placements:lookup", responses=responses(), openapi_extra=example("lookup_placements")
+    "/placements:lookup",
+    summary="Find who holds a prefix",
+    responses=responses(),
+    openapi_extra=example("lookup_placements"),
 )
 async def lookup_placements(request: api.LookupRequest, state: State, who: Who) -> api.LookupReply:
     """For a chain of keys, the longest prefix that each node can serve, in all and per tier.
@@ -25,7 +28,12 @@ async def lookup_placements(request: api.LookupRequest, state: State, who: Who) 
     return look_up(state.cluster, state.metrics, state.hot, request)
 
 
-@router.get("/namespaces", responses=responses())
+@router.get(
+    "/namespaces",
+    summary="List the namespaces that keys are of",
+    responses=responses(),
+    openapi_extra=example("list_namespaces"),
+)
 async def list_namespaces(
     state: State, who: Who, after: After = None, limit: Limit = 100
 ) -> api.NamespaceList:

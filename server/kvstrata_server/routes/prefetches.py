@@ -15,6 +15,7 @@ router = APIRouter(prefix="/v1/prefetches", tags=["transfers"])
 
 @router.post(
     "",
+    summary="Bring chunks up before they are needed",
     status_code=202,
     responses={**PLANNED, **responses(404, 409, 503)},
     openapi_extra=example("create_prefetch", 202),

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from kvstrata.errors import Expired
 from kvstrata_server.auth import standing_of
 from kvstrata_server.batches import Families
+from kvstrata_server.examples import example
 from kvstrata_server.feed import Change, Feed, NodeChange, Placed, Voided
 from kvstrata_server.index import HOST
 from kvstrata_server.plane import ControlState
@@ -58,7 +59,13 @@ _LINES: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.get("/events", response_class=Response, responses={**responses(410), **_STREAM})
+@router.get(
+    "/events",
+    summary="Follow who holds what",
+    response_class=Response,
+    responses={**responses(410), **_STREAM},
+    openapi_extra=example("stream_events", kind="text/event-stream"),
+)
 async def stream_events(
     state: State,
     standing: Standing,
@@ -86,7 +93,13 @@ async def stream_events(
     return _EventStream(state.feed, cursor, state.index.families, standing)
 
 
-@router.get("/snapshot", response_class=StreamingResponse, responses={**responses(), **_LINES})
+@router.get(
+    "/snapshot",
+    summary="Read all placements at once",
+    response_class=StreamingResponse,
+    responses={**responses(), **_LINES},
+    openapi_extra=example("take_snapshot", kind="application/x-ndjson"),
+)
 async def take_snapshot(state: State) -> StreamingResponse:
     """All placements, a JSON document a line: first `{cursor}`, from which `/v1/events` goes on,
     then `{node, stores}` for each node in service and `{node, location, keys}` in parts, last

@@ -23,6 +23,7 @@ TransferId = Annotated[str, Path(max_length=64)]
 
 @router.post(
     "",
+    summary="Move chunks to a node",
     status_code=202,
     responses={**PLANNED, **responses(404, 409, 503)},
     openapi_extra=example("create_transfer", 202),
@@ -48,19 +49,34 @@ async def create_transfer(
     return transfer
 
 
-@router.get("", responses=responses())
+@router.get(
+    "",
+    summary="List transfers",
+    responses=responses(),
+    openapi_extra=example("list_transfers"),
+)
 async def list_transfers(state: State, after: After = None, limit: Limit = 100) -> api.TransferList:
     """Oldest first, with counts in place of keys."""
     return await state.transfers.page(after, limit)
 
 
-@router.get("/{transfer_id}", responses=responses(404))
+@router.get(
+    "/{transfer_id}",
+    summary="See what became of a transfer",
+    responses=responses(404),
+    openapi_extra=example("get_transfer"),
+)
 async def get_transfer(transfer_id: TransferId, state: State, who: Who) -> api.TransferInfo:
     """State, and the outcome per key."""
     return await _seen(transfer_id, state, who)
 
 
-@router.delete("/{transfer_id}", responses=responses(404, 503))
+@router.delete(
+    "/{transfer_id}",
+    summary="Cancel a transfer",
+    responses=responses(404, 503),
+    openapi_extra=example("cancel_transfer"),
+)
 async def cancel_transfer(transfer_id: TransferId, state: State, who: Who) -> api.TransferInfo:
     """Cancel it. One that has ended stays as it is; what it holds at its target is released."""
     await _seen(transfer_id, state, who)

@@ -1,0 +1,43 @@
+"""Examples of every operation in the published document.
+
+Tests check that each is a valid message, and send the requests to a running app. They tell one
+story (`world`), so that an answer shown is one that the requests shown lead to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from kvstrata_server.examples import compatible, moves, nodes, placements, upkeep
+
+__all__ = ["EXAMPLES", "example"]
+
+EXAMPLES: dict[str, tuple[Any, Any]] = {
+    **nodes.EXAMPLES,
+    **placements.EXAMPLES,
+    **moves.EXAMPLES,
+    **upkeep.EXAMPLES,
+    **compatible.EXAMPLES,
+}
+"""By operation the body of a request (None: it has none) and the answer, as messages, as what JSON
+knows, or as text where the answer isn't JSON."""
+
+
+def example(operation: str, status: int = 200, kind: str = "application/json") -> dict[str, Any]:
+    """What a route adds to its entry in the document (`openapi_extra`); `kind` is the media type
+    of the answer."""
+    request, answer = EXAMPLES[operation]
+    extra: dict[str, Any] = {
+        "responses": {str(status): {"content": {kind: {"example": _json(answer)}}}}
+    }
+    if request is not None:
+        extra["requestBody"] = {"content": {"application/json": {"example": _json(request)}}}
+    return extra
+
+
+def _json(message: Any) -> Any:
+    if isinstance(message, BaseModel):
+        return message.model_dump(mode="json", exclude_none=True)
+    return message
