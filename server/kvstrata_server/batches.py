@@ -71,6 +71,10 @@ class Families:
         self._families: list[Family] = [Family(b"", b"", 0)]
         self._seeds: Words = np.zeros(64, np.uint64)
 
+    def __len__(self) -> int:
+        """One more than the highest number."""
+        return len(self._families)
+
     def __getitem__(self, number: int) -> Family:
         return self._families[number]
 

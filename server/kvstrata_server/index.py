@@ -14,7 +14,7 @@ It knows nothing of time, SQL or HTTP. All calls are synchronous and work on bat
 from __future__ import annotations
 
 import array
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from pyroaring import BitMap
 
 from kvstrata.keys import Key
-from kvstrata_server.batches import Families, KeyBatch, KeyRows, Numbers
+from kvstrata_server.batches import DEAD, Families, KeyBatch, KeyRows, Numbers
 from kvstrata_server.table import NOBODY, ChunkTable, Slots, distinct
 
 __all__ = [
@@ -39,6 +39,8 @@ __all__ = [
 ]
 
 HOST = "host"
+# Bitmaps united at a time.
+_UNITED = 32
 
 LocationId = int
 Holders = tuple[LocationId, ...]
@@ -102,6 +104,7 @@ class PlacementIndex:
         self._table = ChunkTable(self.families)
         self._sets = _Sets()
         self._at: dict[LocationId, BitMap] = {}
+        self._revisions: dict[LocationId, int] = {}
         self._placements = 0
         self._shared_ids = shared_ids
 
@@ -145,6 +148,26 @@ class PlacementIndex:
 
     def count_at(self, location: LocationId) -> int:
         return len(self._at.get(location, ()))
+
+    def revision(self, location: LocationId) -> int:
+        """Another one whenever something else is there than before."""
+        return self._revisions.get(location, 0)
+
+    def families_at(
+        self, locations: Collection[LocationId], size: int = 100_000
+    ) -> Iterator[Numbers]:
+        """Families of the chunks that are at any of these locations when this is called, each
+        chunk once, in parts of a millisecond or less. What leaves meanwhile may lack; a slot that
+        went to another chunk meanwhile counts as that one."""
+        at = [self._at[each] for each in locations if each in self._at]
+        here = at[0].copy() if len(at) == 1 else BitMap()
+        for start in range(0, len(at) if len(at) > 1 else 0, _UNITED):
+            here = BitMap.union(here, *at[start : start + _UNITED])
+            yield np.empty(0, np.uint32)
+        for start in range(0, len(here), size):
+            part = here[start : start + size]
+            families = self._table.families(np.frombuffer(part.to_array(), np.uint32))
+            yield families[families != DEAD]
 
     def keys_at(self, location: LocationId) -> list[Key]:
         """In no order that means anything."""
@@ -267,6 +290,7 @@ class PlacementIndex:
             else:
                 at |= _bitmap(new)
             self._placements += len(new)
+            self._revisions[location] = self.revision(location) + 1
             self._sets.sweep(self._table)
         return new
 
@@ -280,6 +304,7 @@ class PlacementIndex:
         if len(old):
             self._at[location] -= _bitmap(old)
             self._placements -= len(old)
+            self._revisions[location] = self.revision(location) + 1
             self._table.set_holders(old, after)
             self._table.free(old[after == NOBODY])
             self._sets.sweep(self._table)

@@ -73,6 +73,28 @@ class Namespaces:
         namespace = self._known.get(digest)
         return 0 if namespace is None else namespace.chunk_bytes.get(group, 0)
 
+    def tenant_and_size(self, prefix: bytes) -> tuple[str | None, int]:
+        """Of the chunks whose keys begin with this digest and group: their tenant, None if the
+        document isn't known, and their bytes."""
+        namespace = self._known.get(prefix[:DIGEST_BYTES])
+        if namespace is None:
+            return None, 0
+        group = int.from_bytes(prefix[DIGEST_BYTES:], "big")
+        return namespace.tenant, namespace.chunk_bytes.get(group, 0)
+
+    def tenants(self, keys: Iterable[Key]) -> set[str]:
+        """Of these chunks, as far as their namespaces are known."""
+        found = map(self._known.get, {key[:DIGEST_BYTES] for key in keys})
+        return {namespace.tenant for namespace in found if namespace is not None}
+
+    def of_tenant(self, tenant: str) -> list[str]:
+        """Digests of a tenant's namespaces."""
+        return [
+            digest.hex()
+            for digest, namespace in self._known.items()
+            if namespace is not None and namespace.tenant == tenant
+        ]
+
     def are_visible(self, keys: Iterable[bytes], who: Identity) -> bool:
         """Whether all these keys are of tenants that `who` may know of."""
         digests = {key[:DIGEST_BYTES] for key in keys} if who.tenants is not None else ()

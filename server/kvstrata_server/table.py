@@ -65,6 +65,9 @@ class ChunkTable:
         live: Slots = known[self._families[known] != DEAD]
         return live
 
+    def families(self, slots: Slots | Numbers) -> Numbers:
+        return self._families[slots]
+
     def key_parts(self, slots: Slots) -> tuple[Numbers, Words]:
         return self._families[slots], self._words[slots]
 
