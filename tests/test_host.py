@@ -89,6 +89,14 @@ def test_partial_success_when_only_some_fit() -> None:
     assert host.reserve("a", [(key(n), PAGE) for n in range(3)]) == [0, PAGE, NO_ROOM]
 
 
+def test_what_may_not_evict_gets_what_is_free() -> None:
+    host = make(3)
+    put(host, 1, 2)
+    asked = [(key(n), PAGE) for n in (2, 3, 4)]
+    assert host.reserve("a", asked, evict=False) == [PRESENT, 2 * PAGE, NO_ROOM]
+    assert host.find([key(1), key(2)]) == [State.READY] * 2
+
+
 def test_eviction_takes_the_least_recent_and_a_chains_tail_first() -> None:
     gone: list[Key] = []
     host = make(4, on_gone=lambda chunks: gone.extend(c.key for c in chunks))

@@ -112,16 +112,19 @@ class HostTier:
 
     # ------------------------------------------------------------ writing
 
-    def reserve(self, owner: str, requests: Sequence[tuple[Key, int]]) -> list[int]:
+    def reserve(
+        self, owner: str, requests: Sequence[tuple[Key, int]], evict: bool = True
+    ) -> list[int]:
         """Make room for chunks of given sizes; per request the offset to write to,
-        `PRESENT` (here already, or being written), or `NO_ROOM`. Partial success is normal."""
+        `PRESENT` (here already, or being written), or `NO_ROOM`. Partial success is normal.
+        Without `evict` they get what is free, and nothing goes for them."""
         chunks = self._chunks
         expires = self._clock() + self._reserve_ttl
         resumed = self._resume(owner, requests, expires) if self._hidden else {}
         missing = {key: nbytes for key, nbytes in requests if key not in chunks}
         # Making room for the rest of a chain must not take the part that is here.
         kept = self.pin(key for key, _ in requests) if len(missing) < len(requests) else []
-        offsets = self._allocate(list(missing.values()))
+        offsets = self._allocate(list(missing.values()), evict)
         for chunk in kept:
             self.unpin(chunk)
         self._start_writes(owner, missing, offsets, expires)
@@ -436,12 +439,12 @@ class HostTier:
         self._watched = sum(len(chunks) for _, _, chunks in left)
         self._most_watched = 2 * self._watched + _MOST_WATCHED
 
-    def _allocate(self, sizes: Sequence[int]) -> list[int]:
+    def _allocate(self, sizes: Sequence[int], evict: bool = True) -> list[int]:
         """Offsets for `sizes`, evicting idle chunks as needed; `NO_ROOM` where that fails."""
         offsets: list[int] = []
         for nbytes, count in _runs(sizes):
             got = self.slots.allocate_many(nbytes, count)
-            if len(got) < count:
+            if evict and len(got) < count:
                 self._make_room(nbytes, count - len(got))
                 got += self.slots.allocate_many(nbytes, count - len(got))
             offsets += got

@@ -108,4 +108,5 @@ def _transfer(row: Any) -> Transfer:
         bytes=row.moved_bytes,
         detail=row.detail,
         hints=row.hints,
+        free_only=row.free_only,
     )

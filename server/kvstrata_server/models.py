@@ -9,6 +9,7 @@
     change_log                what the servers that share a database tell each other
     transfers ── transfer_chunks
     evictions                 chunks that nodes were asked to give up
+    drains                    nodes that are to be stopped, and what of theirs is safe elsewhere
     quotas                    how much each tenant may hold and move
     api_tokens                who may ask, as hashes
     audit_log                 who changed what
@@ -46,6 +47,7 @@ __all__ = [
     "Base",
     "ChangeRow",
     "ChunkRow",
+    "DrainRow",
     "EvictionRow",
     "HotPrefixRow",
     "LocationRow",
@@ -175,6 +177,7 @@ class TransferRow(Base):
     ended: Mapped[float | None] = mapped_column(Double, index=True)
     hold: Mapped[float] = mapped_column(Double)
     byte_budget: Mapped[int | None] = mapped_column(BigInteger)
+    free_only: Mapped[bool] = mapped_column(Boolean)
     moved_bytes: Mapped[int] = mapped_column(BigInteger)
     detail: Mapped[str] = mapped_column(String(2000))
     hints: Mapped[dict[str, Any]] = mapped_column(JSON)
@@ -221,6 +224,24 @@ class QuotaRow(Base):
     max_transfers: Mapped[int | None] = mapped_column(BigInteger)
     max_transfer_bytes: Mapped[int | None] = mapped_column(BigInteger)
     changed: Mapped[float] = mapped_column(Double)
+
+
+class DrainRow(Base):
+    __tablename__ = "drains"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    node: Mapped[str] = mapped_column(String(128), index=True)
+    incarnation: Mapped[str] = mapped_column(String(128))
+    purpose: Mapped[str] = mapped_column(String(16))
+    state: Mapped[str] = mapped_column(String(16))
+    in_force: Mapped[bool] = mapped_column(Boolean, index=True)
+    """Whether the node takes nothing new for it: until it is cancelled or the node starts anew."""
+    created: Mapped[float] = mapped_column(Double)
+    deadline: Mapped[float] = mapped_column(Double)
+    ended: Mapped[float | None] = mapped_column(Double, index=True)
+    detail: Mapped[str] = mapped_column(String(2000))
+    progress: Mapped[dict[str, Any]] = mapped_column(JSON)
+    """What was written back and moved, and what was left at the end."""
 
 
 class TokenRow(Base):

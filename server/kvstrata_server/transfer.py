@@ -37,6 +37,8 @@ class Transfer:
     bytes: int = 0
     detail: str = ""
     hints: dict[str, Any] = field(default_factory=dict)
+    free_only: bool = False
+    """Whether it may take only what is free at the target."""
     taken_by: str | None = None
     """Incarnation of the target that said it works on this."""
     offered: float | None = None
@@ -126,6 +128,7 @@ class Transfer:
             deadline=self.deadline,
             hold=self.hold,
             byte_budget=self.byte_budget,
+            free_only=self.free_only,
             hints=self.hints,
             idempotency_key=self.idempotency_key,
             request_digest=self.request_digest,

@@ -170,6 +170,8 @@ class Scheduler:
                 f"node {asked.source!r} serves no peers: set `peers.listen` there, or ask for "
                 f"source {ANY!r}"
             )
+        if asked.source == OWN and asked.free_only:
+            raise Malformed(f"free_only is for transfers from other nodes, not from {OWN!r}")
         if asked.source == target.id:
             raise Malformed(f"node {asked.source!r} can't be source and target of one transfer")
         now = self._clock()
@@ -190,6 +192,7 @@ class Scheduler:
             sources=[None] * len(keys),
             idempotency_key=idempotency_key,
             request_digest=digest,
+            free_only=asked.free_only,
         )
         transfer.hints = hints(transfer.id, keys, next(iter(planned.sources), None))
         if asked.dry_run:
@@ -345,6 +348,7 @@ class Scheduler:
             deadline_in=max(0.0, transfer.deadline - now),
             hold=transfer.hold,
             byte_budget=transfer.byte_budget,
+            free_only=transfer.free_only,
         )
 
     async def progress(self, node_id: str, progress: api.Progress) -> api.ProgressReply:

@@ -239,6 +239,7 @@ class PutTransfer:
     deadline: float
     hold: float
     byte_budget: int | None
+    free_only: bool
     hints: Mapping[str, Any]
     idempotency_key: str | None
     request_digest: bytes
@@ -260,6 +261,7 @@ class PutTransfer:
             "ended": None,
             "hold": self.hold,
             "byte_budget": self.byte_budget,
+            "free_only": self.free_only,
             "moved_bytes": 0,
             "detail": "",
             "hints": dict(self.hints),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -136,3 +137,23 @@ async def test_a_cancelled_pull_ends_with_the_batch_under_way() -> None:
     await pulls.close()
     assert fetched == 1
     assert store.host.usage().writing == 0
+
+
+def put(store: Store, *numbers: int) -> None:
+    keys = [key(n) for n in numbers]
+    store.host.reserve("e", [(k, PAGE) for k in keys])
+    assert all(store.host.commit("e", keys))
+
+
+async def test_what_may_take_only_free_room_evicts_nothing() -> None:
+    _, store, links, pulls = make(pages=4)
+    put(store, 1, 2, 3)
+    links.answers = {ONE.address: base.Outcome.LOADED}
+    asked = replace(pull([3, 4, 5], ONE, hold=0), free_only=True)
+    result = await pulls.pull(asked)
+    assert result.outcomes == {
+        key(3): Outcome.PRESENT,
+        key(4): Outcome.STORED,
+        key(5): Outcome.NO_ROOM,
+    }
+    assert {key(n) for n in (1, 2, 3, 4)} == set(store.host.keys())

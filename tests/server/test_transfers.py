@@ -434,3 +434,17 @@ async def test_active_transfers_are_bounded(tmp_path, monkeypatch):
             await ask(r, 2, 3)
         await r.control.cancel_transfer(made.id)
         assert (await ask(r, 2, 3)).state is S.QUEUED
+
+
+async def test_a_target_may_be_asked_to_evict_nothing(place):
+    async with running(place) as r:
+        await pair(r)
+        made = await ask(r, 0, free_only=True)
+        await r.state.writer.flushed(10)
+        clock = r.clock
+        with pytest.raises(Malformed, match="from other nodes"):
+            await ask(r, 3, source="own", free_only=True)
+    async with running(place, clock) as r:
+        await pair(r)
+        (command,) = await poll(r)
+        assert (command.transfer, command.free_only) == (made.id, True)

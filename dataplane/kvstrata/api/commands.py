@@ -21,8 +21,8 @@ class Command(Answer):
     """What a node is asked to do; it polls for these, so it needs no open port for them.
 
     `pull`: fetch `keys` from `sources` (best first) before `deadline_in` seconds have passed,
-    hold them leased for `hold` seconds, and post `Progress`. `cancel`: stop pulling `transfer`,
-    or release what it holds if it has ended.
+    hold them leased for `hold` seconds, and post `Progress`; `free_only`: evict nothing for them.
+    `cancel`: stop pulling `transfer`, or release what it holds if it has ended.
     `evict`: drop `keys`, or what is of the namespaces `digests`, from `tiers` (none named: all),
     and post `EvictionResult`. A command is repeated until the node answers it, so executing one is
     idempotent. A node ignores kinds it doesn't know.
@@ -37,6 +37,7 @@ class Command(Answer):
     deadline_in: float = 0.0
     hold: float = 0.0
     byte_budget: int | None = None
+    free_only: bool = False
     tiers: list[str] = []
     digests: list[str] = []
 

@@ -67,6 +67,8 @@ class TransferRequest(Request):
     `source` may also be `own`: the target promotes from its own tiers, and asks no other node.
     `byte_budget` is the most bytes to move: keys past it end as `no_room`. Of two transfers to
     one node the one of higher `priority` is handed out first. Repeated keys count once.
+    `free_only`, from other nodes: what finds no free room at the target ends as `no_room`, and
+    nothing is evicted.
     """
 
     target: Name
@@ -76,6 +78,7 @@ class TransferRequest(Request):
     deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0
     hold: Annotated[float, Field(ge=0, le=3600), NUMBER] = 60.0
     byte_budget: Annotated[int, Field(gt=0, le=MAX_INT), NUMBER] | None = None
+    free_only: Flag = False
     dry_run: Flag = False
 
 

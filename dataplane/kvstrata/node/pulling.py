@@ -166,4 +166,5 @@ def _pull(command: api.Command, deadline: float) -> Pull:
         deadline=deadline,
         hold=command.hold,
         byte_budget=command.byte_budget,
+        free_only=command.free_only,
     )

@@ -80,7 +80,9 @@ class Pulls:
             except KVStrataError as e:
                 state.trouble.append(str(e))
         wanted = self._within_budget(state)
-        here = await self._store.find(state.owner, 1, wanted, "all", self._wait(pull))
+        # What is brought up from a tier may evict.
+        wait = 0.0 if pull.free_only else self._wait(pull)
+        here = await self._store.find(state.owner, 1, wanted, "all", wait)
         state.outcomes |= dict.fromkeys(here, Outcome.PRESENT)
         left = [key for key in wanted if key not in here]
         for source in pull.sources:
@@ -152,7 +154,7 @@ class Pulls:
     ) -> None:
         host, owner = self._store.host, f"pull:{source.address}:{id(batch)}"
         items = []
-        offsets = host.reserve(owner, batch)
+        offsets = host.reserve(owner, batch, evict=not state.pull.free_only)
         for (key, nbytes), offset in zip(batch, offsets, strict=True):
             if offset >= 0:
                 items.append(Item(key, self._store.region[offset : offset + nbytes], offset))

@@ -29,7 +29,8 @@ class Pull:
     """One transfer to execute. `deadline` is in the reporter's clock (monotonic seconds).
 
     `sources` come best first. `hold` is how many seconds the chunks stay leased after they
-    arrived. Keys past `byte_budget` bytes are `no_room`; None: no bound.
+    arrived. Keys past `byte_budget` bytes are `no_room`; None: no bound. `free_only`: nothing is
+    evicted for them.
     """
 
     transfer: str
@@ -39,6 +40,7 @@ class Pull:
     deadline: float
     hold: float
     byte_budget: int | None = None
+    free_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
