@@ -140,6 +140,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"scale_mode": "x"}, "scale_mode"),
     ({"tenant": "x"}, "tenant"),
     ({"groups": ()}, "len(groups)"),
+    ({"tokens_per_hash": 8}, "tokens_per_hash"),
 ]
 
 
@@ -222,11 +223,23 @@ def group_edited(**changes: Any) -> bytes:
         group_edited(fields=[{"name": "kv", "units": 0, "unit_bytes": 1}]),
         group_edited(fields=[{"name": "kv", "units": 1, "unit_bytes": 1 << 40}]),
         edited(blocks_per_chunk=1 << 40),
+        edited(tokens_per_hash=0),
+        edited(tokens_per_hash=3),
     ],
 )
 def test_documents_that_cannot_be(raw: bytes) -> None:
     with pytest.raises(Malformed, match="namespace"):
         Namespace.parse(raw)
+
+
+def test_tokens_per_hash_are_those_of_a_block_or_told() -> None:
+    assert a_namespace().hash_step == 16
+    [group] = a_namespace().groups
+    mixed = (group, msgspec.structs.replace(group, id=1, tokens_per_block=24))
+    assert msgspec.structs.replace(a_namespace(), groups=mixed).hash_step is None
+    told = Namespace.parse(edited(groups=msgspec.to_builtins(mixed), tokens_per_hash=8))
+    assert told.hash_step == 8
+    assert Namespace.parse(told.document).digest == told.digest
 
 
 def test_a_namespace_cannot_change_under_its_digest() -> None:

@@ -121,6 +121,8 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
     `revision` identifies the weights: other weights must have another one. `config` is a hash
     of the model configuration, `content_format` names what a unit's bytes mean, `hash_seed` is
     a fingerprint (not the seed) of what starts the engine's hash chain, `tenant` is a salt.
+    `tokens_per_hash` is what each hash of that chain covers; it is left out where it is the
+    `tokens_per_block` that all groups share.
     """
 
     model: str
@@ -136,6 +138,8 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
     layout: str = "page-u1"
     tenant: str = ""
     schema: int = 1
+    # Unset rather than a number: digests of documents that don't need it stay what they were.
+    tokens_per_hash: int | msgspec.UnsetType = msgspec.UNSET
 
     @cached_property
     def document(self) -> bytes:
@@ -151,6 +155,14 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
     def chunk_bytes(self) -> dict[int, int]:
         """Bytes of one chunk by group id."""
         return {g.id: g.page_bytes * self.blocks_per_chunk for g in self.groups}
+
+    @property
+    def hash_step(self) -> int | None:
+        """Tokens from one hash of the engine's chain to the next; None: it isn't told."""
+        if isinstance(self.tokens_per_hash, int):
+            return self.tokens_per_hash
+        sizes = {group.tokens_per_block for group in self.groups}
+        return sizes.pop() if len(sizes) == 1 else None
 
     def key(self, group: int, hash: bytes) -> Key:  # noqa: A002
         return make_key(self.digest, group, hash)
@@ -180,6 +192,10 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
                 raise Malformed(f"namespace: groups[{i}] has an empty or negative part")
             if group.page_bytes * self.blocks_per_chunk > _MAX_CHUNK_BYTES:
                 raise Malformed(f"namespace: groups[{i}] has chunks over {_MAX_CHUNK_BYTES} bytes")
+            if isinstance(self.tokens_per_hash, int) and (
+                self.tokens_per_hash < 1 or group.tokens_per_block % self.tokens_per_hash
+            ):
+                raise Malformed(f"namespace: groups[{i}] has blocks of no whole `tokens_per_hash`")
         return self
 
 
@@ -197,11 +213,10 @@ def require_same(ours: Namespace, theirs: Namespace) -> None:
 
 def _first_difference(ours: Any, theirs: Any, path: str) -> tuple[str, Any, Any]:
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        for name, value in ours.items():
-            if value != theirs.get(name):
-                return _first_difference(
-                    value, theirs.get(name), f"{path}.{name}" if path else name
-                )
+        for name in ours | theirs:
+            mine, other = ours.get(name), theirs.get(name)
+            if mine != other:
+                return _first_difference(mine, other, f"{path}.{name}" if path else name)
     if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
         if len(ours) != len(theirs):
             return f"len({path})", len(ours), len(theirs)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET, UnsetType
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -27,7 +28,7 @@ from kvstrata_adapters.engines.vllm.options import Options
 from kvstrata_adapters.engines.vllm.revision import folder_revision
 from kvstrata_adapters.engines.vllm.state import derive_state
 
-__all__ = ["Geometry", "derive_geometry", "hash_seed_fingerprint"]
+__all__ = ["Geometry", "derive_geometry", "hash_seed_fingerprint", "tokens_per_hash"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,16 @@ def _derive(
         hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
         hash_seed=hash_seed_fingerprint(str(vllm_config.cache_config.prefix_caching_hash_algo)),
         tenant=options.tenant,
+        tokens_per_hash=tokens_per_hash(config),
     )
     return Geometry(namespace.checked(), runs, store_runs)
+
+
+def tokens_per_hash(config: OffloadingConfig) -> int | UnsetType:
+    """Where the groups' blocks don't tell: vLLM hashes by their greatest common divisor, or by
+    `prefix_match_unit`."""
+    tokens: int = config.cache.tokens_per_hash
+    return UNSET if all(g.tokens_per_block == tokens for g in config.groups) else tokens
 
 
 def hash_seed_fingerprint(algorithm: str) -> str:

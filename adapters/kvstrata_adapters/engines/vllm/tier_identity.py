@@ -32,6 +32,7 @@ from kvstrata_adapters.engines.vllm.geometry import (
     _model_name,
     _revision,
     hash_seed_fingerprint,
+    tokens_per_hash,
 )
 from kvstrata_adapters.engines.vllm.tier_options import TierOptions
 
@@ -80,6 +81,7 @@ def row_namespace(spec: OffloadingSpec, options: TierOptions, engine: Engine) ->
         hash_seed=hash_seed_fingerprint(algorithm),
         scale_mode="checkpoint" if quantized else "none",
         tenant=options.tenant,
+        tokens_per_hash=tokens_per_hash(config),
     )
     try:
         return namespace.checked()
