@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import array
 from collections.abc import Collection, Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +24,7 @@ from pyroaring import BitMap
 
 from kvstrata.keys import Key
 from kvstrata_server.batches import DEAD, Families, KeyBatch, KeyRows, Numbers
+from kvstrata_server.held import Held, Reach, Tallied, runs_of, serving, tally
 from kvstrata_server.table import NOBODY, ChunkTable, Slots, distinct
 
 __all__ = [
@@ -49,14 +50,6 @@ Holders = tuple[LocationId, ...]
 ChunkIds = npt.NDArray[np.int64]
 
 
-class Reach(Protocol):
-    """Which nodes can serve what lies at a location, and as which tier: (node, tier) pairs."""
-
-    def get(
-        self, location: LocationId, default: Sequence[tuple[str, str]], /
-    ) -> Sequence[tuple[str, str]]: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Added:
     """Chunks that are now at `location`, and those of them that SQL has no row for (`chunks`;
@@ -80,16 +73,6 @@ class Removed:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-
-@dataclass(slots=True)
-class Tallied:
-    """What one node can serve of the keys asked: in all, from the first key on, per tier."""
-
-    found: int = 0
-    prefix: int = 0
-    tiers: dict[str, list[int]] = field(default_factory=dict)
-    """tier -> [found, prefix]"""
 
 
 class PlacementIndex:
@@ -128,23 +111,14 @@ class PlacementIndex:
 
         A prefix is counted over any mix of a node's tiers, and per tier by itself.
         """
-        found: dict[str, Tallied] = {}
-        nodes_of: dict[int, list[tuple[str, set[str]]]] = {}
-        for number, position, length in _runs(self._numbers(keys)):
-            nodes = nodes_of.get(number)
-            if nodes is None:
-                nodes = nodes_of[number] = _reached(self._sets[number], reach)
-            for node, tiers in nodes:
-                tallied = found.setdefault(node, Tallied())
-                tallied.found += length
-                if tallied.prefix == position:
-                    tallied.prefix += length
-                for tier in tiers:
-                    count = tallied.tiers.setdefault(tier, [0, 0])
-                    count[0] += length
-                    if count[1] == position:
-                        count[1] += length
-        return found
+        return tally(self.held(keys, reach))
+
+    def held(self, keys: KeyBatch | Sequence[Key], reach: Reach) -> Held:
+        """Per key who can serve it, of the nodes that `reach` names."""
+        numbers = self._numbers(keys)
+        runs = list(runs_of(numbers))
+        by_set = {n: serving(self._sets[n], reach) for n in {run[0] for run in runs}}
+        return Held(numbers, runs, by_set)
 
     def count_at(self, location: LocationId) -> int:
         return len(self._at.get(location, ()))
@@ -390,20 +364,3 @@ def _bitmap(slots: Slots) -> BitMap:
 
 def _slots(bitmap: BitMap) -> Slots:
     return np.frombuffer(bitmap.to_array(), np.uint32).astype(np.int64)
-
-
-def _runs(numbers: Numbers) -> Iterator[tuple[int, int, int]]:
-    """Neighbours of one number: (number, position, length)."""
-    if not len(numbers):
-        return
-    starts = np.flatnonzero(np.concatenate([[True], numbers[1:] != numbers[:-1]]))
-    lengths = np.diff(np.append(starts, len(numbers)))
-    yield from zip(numbers[starts].tolist(), starts.tolist(), lengths.tolist(), strict=True)
-
-
-def _reached(holders: Holders, reach: Reach) -> list[tuple[str, set[str]]]:
-    nodes: dict[str, set[str]] = {}
-    for location in holders:
-        for node, tier in reach.get(location, ()):
-            nodes.setdefault(node, set()).add(tier)
-    return list(nodes.items())
