@@ -129,19 +129,19 @@ class Scheduler:
         digest = hashlib.sha256(asked.model_dump_json().encode()).digest()
         async with self._creating:
             before = await self._same_request(idempotency_key, digest)
-            if before is not None:
-                return before.info()
-            transfer = self._planned(asked, idempotency_key, digest)
-            if asked.dry_run:
-                return transfer.info()
-            if self._active_keys + len(transfer.keys) > MAX_ACTIVE_KEYS:
-                raise Busy(f"{self._active_keys} keys are being transferred: try again later")
-            self._writer.require_room()
-            self._writer.put(transfer.row())
-            self._admit(transfer)
-        self._mailbox(transfer.target).wake.set()
-        # Accepted means that it outlives this process.
+            transfer = before or self._planned(asked, idempotency_key, digest)
+            if before is None:
+                if asked.dry_run:
+                    return transfer.info()
+                if self._active_keys + len(transfer.keys) > MAX_ACTIVE_KEYS:
+                    raise Busy(f"{self._active_keys} keys are being transferred: try again later")
+                self._writer.require_room()
+                self._writer.put(transfer.row())
+                self._admit(transfer)
+                self._mailbox(transfer.target).wake.set()
+        # Accepted means that it outlives this process, for who asks again no less.
         await self._writer.flushed(_COMMIT_TIMEOUT)
+        await self._kept(transfer)
         return transfer.info()
 
     async def _same_request(self, idempotency_key: str | None, digest: bytes) -> Transfer | None:
@@ -203,7 +203,9 @@ class Scheduler:
         return transfer
 
     async def get(self, transfer_id: str) -> api.TransferInfo:
-        return (await self._find(transfer_id)).info()
+        transfer = await self._find(transfer_id)
+        await self._kept(transfer)
+        return transfer.info()
 
     async def held(self, transfer_id: str) -> tuple[api.TransferInfo, float]:
         """A transfer, and until when its target holds what it brought (0: not at all)."""
@@ -216,7 +218,8 @@ class Scheduler:
         page = await history.page(self._database, after, limit)
         return api.TransferList(
             transfers=[
-                live.summary() if (live := self._live(row.id)) else row for row in page.transfers
+                live.summary() if (live := self._active.get(row.id)) else row
+                for row in page.transfers
             ],
             next=page.next,
         )
@@ -236,7 +239,14 @@ class Scheduler:
             mailbox.cancels[transfer.id] = _Cancel(until=transfer.holds_until)
             self._released[transfer.id] = transfer.holds_until
             mailbox.wake.set()
+        await self._kept(transfer)
         return transfer.info()
+
+    async def _kept(self, transfer: Transfer) -> None:
+        """An end is told once SQL has it: a server that died before would have told of another."""
+        _, position = self._ended.get(transfer.id, (transfer, 0))
+        if self._writer.committed < position:
+            await self._writer.flushed(_COMMIT_TIMEOUT)
 
     def _live(self, transfer_id: str) -> Transfer | None:
         if transfer_id in self._active:
@@ -358,6 +368,7 @@ class Scheduler:
             raise PeerRefused(f"transfer {transfer.id} is for {transfer.target!r}, not {node_id!r}")
         if transfer.state.ended:
             self._mailbox(node_id).cancels.pop(transfer.id, None)
+            await self._kept(transfer)
             return api.ProgressReply(state=transfer.state)
         self._require_ours(transfer)
         transfer.taken_by = progress.incarnation
