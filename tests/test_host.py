@@ -229,6 +229,34 @@ def test_the_next_victims_are_those_that_go_next() -> None:
     assert host.find([key(n) for n in (4, 2, 1, 8, 7)]) == [State.ABSENT] * 4 + [State.READY]
 
 
+def test_the_coldest_of_some_go_until_so_many_bytes_are_gone() -> None:
+    host = make(8)
+    put(host, 1, 2, 3, 4)
+    put(host, 5, 6, 7, 8)
+    host.lease("b", 1, [key(3)], 10)
+    odd = [k for k in host.order() if k[-1] % 2]
+    assert odd == [key(n) for n in (1, 7, 5, 3)]
+    assert host.drop_coldest(odd, 0) == []
+    assert [c.key for c in host.drop_coldest(odd, PAGE + 1)] == [key(1), key(7)]
+    assert [c.key for c in host.drop_coldest(odd, 100 * PAGE)] == [key(5)]
+    assert sorted(host.keys()) == [key(n) for n in (2, 3, 4, 6, 8)]
+
+
+def test_of_the_coldest_a_chain_loses_its_tail_first() -> None:
+    host = make(8)
+    put(host, 1)
+    put(host, 2)
+    put(host, 3)
+    host.lease("b", 1, [key(1), key(2), key(3)], 10, chain=True)
+    host.release("b", [1])
+    put(host, 4)
+    assert host.order()[0] == key(3)
+    # Asked for its head alone, it gives up what would be of no use without that.
+    assert [c.key for c in host.drop_coldest([key(1)], PAGE)] == [key(3)]
+    host.lease("b", 2, [key(2)], 10)
+    assert host.drop_coldest([key(1), key(2)], PAGE) == []
+
+
 def test_what_a_chunk_extends_is_what_a_lookup_told() -> None:
     host = make(4)
     host.lease("b", 1, [key(1), key(2)], 10, chain=True)
@@ -652,6 +680,24 @@ class HostMachine(RuleBasedStateMachine):
         assert size >= pages * PAGE or size == before.ready - sum(
             self.host.slots.rounded(c.nbytes) for c in self.visible.values() if c not in victims
         )
+
+    @rule(pages=st.integers(0, 6), keys=KEYS)
+    def drop_coldest(self, pages: int, keys: list[Key]) -> None:
+        order = self.host.order()
+        assert sorted(order) == sorted(self.visible)
+        some = [k for k in order if k in keys]
+        before, self.making_room = dict(self.visible), True
+        gone = self.host.drop_coldest(some, pages * PAGE)
+        self.making_room = False
+        assert {c.key: c for c in gone} == {
+            k: c for k, c in before.items() if k not in self.visible
+        }
+        sizes = [c.nbytes for c in gone]
+        assert sum(sizes[:-1]) < pages * PAGE or not sizes
+        if sum(sizes) < pages * PAGE:
+            left = [k for k in some if k in self.visible and is_idle(self.visible[k])]
+            extended = {self.parent[k] for k in self.visible if k in self.parent}
+            assert extended.issuperset(left)  # by a chunk in use, itself or further on
 
     @rule(
         owner=OWNERS,

@@ -14,7 +14,7 @@ of which least is left: to look for better ones in a large region would keep eve
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from kvstrata.chains import Chains
 from kvstrata.chunks import Chunk, is_idle
@@ -22,7 +22,7 @@ from kvstrata.keys import Key
 from kvstrata.policies import Policy
 from kvstrata.slots import Slab, Slots
 
-__all__ = ["make_room", "next_victims"]
+__all__ = ["coldest", "make_room", "next_victims"]
 
 # Chunks of other sizes; some milliseconds.
 _PATIENCE = 4096
@@ -47,7 +47,7 @@ def make_room(
         return []
     walk = _Walk(size, slots, chains, chunks)
     gone = walk.gone
-    for victim in walk.along(policy):
+    for victim in walk.along(policy.victims()):
         if walk.fits(victim):
             gone[victim.key] = victim
             missing -= size
@@ -69,9 +69,24 @@ def next_victims(
     """The idle chunks that are next to go, `nbytes` of them or all; nothing is freed. Sizes are
     taken as equal: which slabs would be emptied shows only when room of a size is wanted."""
     walk = _Walk(0, slots, chains, chunks)
-    for victim in walk.along(policy) if nbytes > 0 else ():
+    for victim in walk.along(policy.victims()) if nbytes > 0 else ():
         walk.gone[victim.key] = victim
         nbytes -= slots.rounded(victim.nbytes)
+        if nbytes <= 0:
+            break
+    return list(walk.gone.values())
+
+
+def coldest(
+    keys: Iterable[Key], nbytes: int, slots: Slots, chains: Chains, chunks: Mapping[Key, Chunk]
+) -> list[Chunk]:
+    """Of `keys`, which come in the policy's order, the idle chunks that should go first, until
+    they have `nbytes` of payload; with them goes what extends them. Nothing is freed."""
+    walk = _Walk(0, slots, chains, chunks)
+    idle = (key for key in keys if (chunk := chunks.get(key)) is not None and is_idle(chunk))
+    for victim in walk.along(idle) if nbytes > 0 else ():
+        walk.gone[victim.key] = victim
+        nbytes -= victim.nbytes
         if nbytes <= 0:
             break
     return list(walk.gone.values())
@@ -93,13 +108,13 @@ class _Walk:
         self._parts: dict[Slab, list[Chunk]] = {}
         self._unmet: dict[Slab, int] = {}
 
-    def along(self, policy: Policy) -> Iterator[Chunk]:
-        """Idle chunks in the policy's order, each after all that extends it. The caller puts
+    def along(self, keys: Iterable[Key]) -> Iterator[Chunk]:
+        """Idle chunks in the order of `keys`, each after all that extends it. The caller puts
         each among `gone` or holds it back before it asks for the next."""
         chunks, gone, held_back = self._chunks, self.gone, self.held_back
         may_extend, fits = self._chains.may_extend, self.fits
         passed = 0
-        for key in policy.victims():
+        for key in keys:
             chunk = chunks[key]
             if chunk.readers or chunk.io or key in gone or key in held_back:
                 continue

@@ -31,7 +31,7 @@ from operator import attrgetter
 
 from kvstrata.chains import Chains
 from kvstrata.chunks import Chunk, State, is_idle
-from kvstrata.eviction import make_room, next_victims
+from kvstrata.eviction import coldest, make_room, next_victims
 from kvstrata.keys import Key
 from kvstrata.leases import Leases
 from kvstrata.policies import Policy
@@ -327,6 +327,13 @@ class HostTier:
         self._leave(list(idle.values()), before - self.slots.used)
         return len(idle)
 
+    def drop_coldest(self, keys: Sequence[Key], nbytes: int) -> list[Chunk]:
+        """Of `keys`, a part of `order()`, remove what should go first, each chunk after all that
+        extends it, until `nbytes` of payload are gone. Returns those that nobody has any more."""
+        victims = coldest(keys, nbytes, self.slots, self._chains, self._chunks)
+        self.drop([chunk.key for chunk in victims])
+        return victims
+
     def forget(self, owner: str) -> None:
         """The owner is gone for certain: nothing of it reads or writes any more."""
         self.abort(owner, list(self._writes.get(owner, ())))
@@ -372,6 +379,10 @@ class HostTier:
 
     def keys(self) -> list[Key]:
         return [key for key, chunk in self._chunks.items() if chunk.state is State.READY]
+
+    def order(self) -> list[Key]:
+        """Ready chunks in the policy's order, first to give up first."""
+        return list(self._policy.victims())
 
     def usage(self) -> HostUsage:
         rounded = self.slots.rounded

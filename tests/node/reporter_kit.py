@@ -14,7 +14,7 @@ from kvstrata.config import ControlSettings
 from kvstrata.control import ControlPlane
 from kvstrata.keys import Key
 from kvstrata.node.placements import PlacementChange, Placements
-from kvstrata.node.reported import Drop, Pull, PullResult
+from kvstrata.node.reported import Drop, Pull, PullResult, Shed
 from kvstrata.node.reporter import Reporter
 from kvstrata.testing.chunks import a_namespace
 
@@ -47,6 +47,7 @@ class SaidNode:
         self.released: list[str] = []
         self.drops: list[Drop] = []
         self.dropping: Callable[[Drop], object] | None = None
+        self.sheds: list[Shed] = []
 
     def gain(self, location: str, *numbers: int) -> None:
         keys = [key(n) for n in numbers]
@@ -117,6 +118,23 @@ class SaidNode:
                 del here[each]
             self.placements.removed(tier, gone)
             dropped[tier] = len(gone)
+        return dropped
+
+    async def shed(self, asked: Shed) -> Mapping[str, int]:
+        """What was gained first goes first."""
+        self.sheds.append(asked)
+        dropped = {}
+        for location, nbytes in asked.amounts.items():
+            here = self.held[location]
+            gone = []
+            for each in here:
+                if nbytes > 0 and each[:20] in asked.sizes:
+                    gone.append(each)
+                    nbytes -= asked.sizes[each[:20]]
+            for each in gone:
+                del here[each]
+            self.placements.removed(location, gone)
+            dropped[location] = len(gone)
         return dropped
 
 

@@ -6,7 +6,7 @@ from reporter_kit import NAMESPACE, SaidNode, hexes, key
 from kvstrata import api
 from kvstrata.errors import Busy, Malformed
 from kvstrata.node.evicting import Evicting
-from kvstrata.node.reported import Drop
+from kvstrata.node.reported import Drop, Shed
 from kvstrata.testing.waiting import until
 
 DIGEST = NAMESPACE.digest.hex()
@@ -53,6 +53,29 @@ async def test_a_namespace_goes_from_all_tiers(parts):
     await until(lambda: server.posted)
     assert server.posted[0][1].dropped == {"host": 2, "disk": 2}
     assert node.held == {"host": {}, "disk": {}}
+
+
+async def test_by_the_byte(parts):
+    node, server, evicting = parts
+    prefix = key(1)[:20]
+    asked = {"sizes": {prefix.hex(): 512}, "amounts": {"disk": 513}}
+    evicting.handle([api.Command(kind="shed", transfer="e1", deadline_in=30, **asked)])
+    await until(lambda: server.posted)
+    assert node.sheds == [Shed({prefix: 512}, {"disk": 513})]
+    assert server.posted == [("e1", api.EvictionResult(incarnation="i1", dropped={"disk": 2}))]
+    evicting.handle([api.Command(kind="shed", transfer="e1", deadline_in=30, **asked)])
+    await until(lambda: len(server.posted) == 2)
+    assert len(node.sheds) == 1
+
+
+@pytest.mark.parametrize("sizes", [{"00": 1}, {"zz" * 20: 1}, {"00" * 20: 0}])
+async def test_by_the_byte_of_nonsense(parts, sizes):
+    node, server, evicting = parts
+    asked = {"sizes": sizes, "amounts": {"host": 1}}
+    evicting.handle([api.Command(kind="shed", transfer="e1", deadline_in=30, **asked)])
+    await until(lambda: server.posted)
+    assert server.posted[0][1].dropped is None
+    assert node.sheds == []
 
 
 async def test_a_command_that_comes_again_is_not_done_again(parts):

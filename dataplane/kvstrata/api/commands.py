@@ -24,8 +24,11 @@ class Command(Answer):
     hold them leased for `hold` seconds, and post `Progress`; `free_only`: evict nothing for them.
     `cancel`: stop pulling `transfer`, or release what it holds if it has ended.
     `evict`: drop `keys`, or what is of the namespaces `digests`, from `tiers` (none named: all),
-    and post `EvictionResult`. A command is repeated until the node answers it, so executing one is
-    idempotent. A node ignores kinds it doesn't know.
+    and post `EvictionResult`.
+    `shed`: give up the coldest chunks of those whose keys begin with one of `sizes`, until such
+    `amounts` of bytes are gone, by location, and post `EvictionResult`.
+    A command is repeated until the node answers it, so executing one is idempotent. A node ignores
+    kinds it doesn't know.
     """
 
     kind: str
@@ -40,6 +43,10 @@ class Command(Answer):
     free_only: bool = False
     tiers: list[str] = []
     digests: list[str] = []
+    sizes: dict[str, int] = {}
+    """Namespace and group in hex, as keys begin -> bytes that a chunk counts."""
+    amounts: dict[str, int] = {}
+    """`host`, or the id of a store -> bytes."""
 
 
 class CommandBatch(Answer):

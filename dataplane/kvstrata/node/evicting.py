@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from kvstrata import api
 from kvstrata.errors import Busy, KVStrataError, LinkBroken
-from kvstrata.keys import DIGEST_BYTES, check_keys
-from kvstrata.node.reported import Drop, Reported
+from kvstrata.keys import DIGEST_BYTES, GROUP_BYTES, check_keys
+from kvstrata.node.reported import Drop, Reported, Shed
 
 __all__ = ["Evicting"]
 
@@ -24,7 +24,8 @@ _REMEMBERED = 256
 
 
 class Evicting:
-    """Executes `evict` commands and posts what they dropped through `post(eviction, result)`."""
+    """Executes `evict` and `shed` commands and posts what they dropped through
+    `post(eviction, result)`."""
 
     def __init__(
         self,
@@ -72,13 +73,11 @@ class Evicting:
     async def _drop(self, command: api.Command) -> api.EvictionResult:
         incarnation = self._reported.registration().incarnation
         try:
-            asked = Drop(
-                keys=check_keys(bytes.fromhex(key) for key in command.keys),
-                digests=frozenset(_digest(text) for text in command.digests),
-                tiers=tuple(command.tiers),
-            )
             async with asyncio.timeout(max(0.0, command.deadline_in)):
-                dropped = await self._reported.drop(asked)
+                if command.kind == "shed":
+                    dropped = await self._reported.shed(_shed(command))
+                else:
+                    dropped = await self._reported.drop(_drop(command))
         except TimeoutError:
             detail = "not done before its deadline"
         except Exception as e:
@@ -88,6 +87,21 @@ class Evicting:
         else:
             return api.EvictionResult(incarnation=incarnation, dropped=dict(dropped))
         return api.EvictionResult(incarnation=incarnation, detail=detail)
+
+
+def _drop(command: api.Command) -> Drop:
+    return Drop(
+        keys=check_keys(bytes.fromhex(key) for key in command.keys),
+        digests=frozenset(_digest(text) for text in command.digests),
+        tiers=tuple(command.tiers),
+    )
+
+
+def _shed(command: api.Command) -> Shed:
+    sizes = {bytes.fromhex(text): size for text, size in command.sizes.items()}
+    if any(len(each) != DIGEST_BYTES + GROUP_BYTES or sizes[each] < 1 for each in sizes):
+        raise ValueError("`sizes` are of namespaces with their groups, and of a byte or more")
+    return Shed(sizes, command.amounts)
 
 
 def _digest(text: str) -> bytes:

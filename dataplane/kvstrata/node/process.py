@@ -27,7 +27,8 @@ from kvstrata.node.grants import Grants
 from kvstrata.node.namespaces import Namespaces
 from kvstrata.node.peer_port import PeerPort
 from kvstrata.node.pulls import Pulls
-from kvstrata.node.reported import Drop, PlacementChange, Pull, PullResult
+from kvstrata.node.reported import Drop, PlacementChange, Pull, PullResult, Shed
+from kvstrata.node.shedding import shed
 from kvstrata.node.status import tier_statuses, tier_trouble
 from kvstrata.node.store import Store
 from kvstrata.node.supervisor import Supervisor
@@ -423,6 +424,9 @@ class Node:
             *(guard.name for guard in self.store.guards if guard.tier.writable),
         )
         return await self.store.drop(tiers, asked.keys, asked.digests)
+
+    async def shed(self, asked: Shed) -> Mapping[str, int]:
+        return await shed(self.store.host, self.store.guards, asked)
 
 
 def _lock(socket: Path) -> int:

@@ -13,7 +13,7 @@ from kvstrata.api import HostUse, NodeRegistration, Outcome
 from kvstrata.keys import Key
 from kvstrata.node.placements import PlacementChange
 
-__all__ = ["Drop", "PlacementChange", "Pull", "PullResult", "PullSource", "Reported"]
+__all__ = ["Drop", "PlacementChange", "Pull", "PullResult", "PullSource", "Reported", "Shed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,16 @@ class Drop:
     tiers: Sequence[str] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Shed:
+    """Chunks to give up, the coldest first, until such `amounts` of bytes are gone: by location,
+    which is `host` or the id of a store. `sizes` says which chunks, and what each counts:
+    namespace and group, as keys begin, -> bytes."""
+
+    sizes: Mapping[bytes, int]
+    amounts: Mapping[str, int]
+
+
 class Reported(Protocol):
     """A node, as its reporter sees it. What isn't async answers at once, on the event loop."""
 
@@ -90,3 +100,7 @@ class Reported(Protocol):
 
     async def drop(self, asked: Drop) -> Mapping[str, int]:
         """Drop what nobody uses; how many chunks, by tier. Raises `Malformed` on unknown tiers."""
+
+    async def shed(self, asked: Shed) -> Mapping[str, int]:
+        """Give up the coldest; how many chunks, by tier. Raises `Malformed` on locations that
+        are not this node's."""

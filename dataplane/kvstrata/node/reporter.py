@@ -228,7 +228,7 @@ class Reporter:
             # A server that is about to end answers at once: no reason to ask it all the time.
             await self._sleep(self._report_interval)
         # A server of a later version may ask for what this one doesn't know.
-        self._evicting.handle([c for c in batch.commands if c.kind == "evict"])
+        self._evicting.handle([c for c in batch.commands if c.kind in ("evict", "shed")])
         await self._puller.handle([c for c in batch.commands if c.kind in ("pull", "cancel")])
 
     async def _post(self, progress: api.Progress) -> api.ProgressReply:

@@ -139,7 +139,8 @@ class Tier(ABC):
 
     @abstractmethod
     def keys(self) -> list[Key]:
-        """What it holds, as far as this node knows: the tier's part of a snapshot."""
+        """What it holds, as far as this node knows: the tier's part of a snapshot. First to give
+        up first, in a tier that has an order."""
 
     @abstractmethod
     def usage(self) -> Usage: ...
