@@ -100,6 +100,19 @@ async def test_what_arrived_is_held_when_it_is_said_to_be_here() -> None:
     assert store.host.drop() == 2
 
 
+@pytest.mark.parametrize(("pages", "moved"), [(0, 0), (1, 1), (2, 2), (9, 3)])
+async def test_a_budget_is_of_what_has_to_be_moved(pages: int, moved: int) -> None:
+    _, store, links, pulls = make(pages=8)
+    links.answers = {ONE.address: base.Outcome.LOADED}
+    await pulls.pull(pull([1, 3], ONE))
+    budget = pages * PAGE + PAGE - 1
+    result = await pulls.pull(replace(pull([1, 2, 3, 4, 5], ONE), byte_budget=budget))
+    assert result.bytes == moved * PAGE
+    brought = dict(zip([2, 4, 5], [Outcome.STORED] * moved + [Outcome.NO_ROOM] * 3, strict=False))
+    here = dict.fromkeys([1, 3], Outcome.PRESENT)
+    assert result.outcomes == {key(n): o for n, o in (brought | here).items()}
+
+
 async def test_what_was_evicted_before_the_end_is_not_said_to_be_here() -> None:
     clock, store, links, pulls = make(pages=8)  # two chunks a batch
     links.answers = {ONE.address: base.Outcome.LOADED}

@@ -123,19 +123,22 @@ class Pulls:
         return max(0.0, min(left, self._store.settings.pending_deadline))
 
     def _within_budget(self, state: _State) -> list[Key]:
-        """The keys to get: known, once each, and within the byte budget."""
+        """The keys to get: known, once each, and within the byte budget, of which those take
+        nothing that are in host memory already."""
         wanted: list[Key] = []
-        size = 0
+        budget, used = state.pull.byte_budget, 0
         for key in dict.fromkeys(state.pull.keys):
             try:
-                size += self._store.namespaces.size_of(key)
+                size = self._store.namespaces.size_of(key)
             except Missing as e:
                 state.outcomes[key] = Outcome.MISSING
                 state.trouble.append(str(e))
                 continue
-            if state.pull.byte_budget is not None and size > state.pull.byte_budget:
-                state.outcomes[key] = Outcome.NO_ROOM
-                continue
+            if budget is not None and self._store.host.get(key) is None:
+                if used + size > budget:
+                    state.outcomes[key] = Outcome.NO_ROOM
+                    continue
+                used += size
             wanted.append(key)
         return wanted
 
