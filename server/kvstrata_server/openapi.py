@@ -6,11 +6,14 @@ import json
 import sys
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from kvstrata.api import Problem
+from kvstrata.bulk import MEDIA_TYPE
 from kvstrata_server.auth import OPEN_PATHS
+from kvstrata_server.examples.packed import BODIES, packed_example
 
 __all__ = ["document", "text"]
 
@@ -19,11 +22,24 @@ Keys are lower-case hexadecimal: namespace digest (16 bytes), group (4), hash (1
 seconds since the epoch, durations are seconds. Every error is a problem document (RFC 9457) whose
 `code` names the condition. Lists take `after` (the `next` of the page before) and `limit`.
 
-Reports and lookups of many keys may be sent as `application/msgpack`: the same fields, but that a
-list of keys is a list of runs `{namespace, group, size, hashes}` in order, each for keys that share
-namespace (16 bytes), group (a number) and length of hash (`size`), with their hashes in one piece.
-The answer is the same JSON.
+Reports and lookups of many keys may be sent as `application/msgpack`: maps with the same fields,
+but that a list of keys is a list of runs, in order: `{namespace, group, size, hashes}`, each for
+keys that share namespace (16 bytes), group (a number) and length of hash (`size`), with their
+hashes in one piece. What has the format `binary` is of msgpack's type bin. The answer is the same
+JSON.
 """
+_TAGS = {
+    "nodes": "What nodes say of themselves and are told. People read here how their nodes fare.",
+    "placements": "Who holds which chunks, and of which model, weights and layout they are.",
+    "transfers": "Moving chunks to where they will be used, from other nodes or from a node's own "
+    "disks and stores. A transfer always ends, with an outcome for each key.",
+    "leases": "Keeping chunks in a node's host memory for a while.",
+    "evictions": "Having nodes give chunks up, as after new weights or on a tenant's request.",
+    "events": "Changes as they happen, for those who keep an index of their own.",
+    "audit": "Who changed what.",
+    "compatible": "Routes of Dynamo's indexer and of Mooncake's conductor, for clients of those.",
+    "health": "Whether this process works, and what it counts.",
+}
 
 
 def document(app: FastAPI) -> dict[str, Any]:
@@ -35,22 +51,53 @@ def document(app: FastAPI) -> dict[str, Any]:
         summary=app.summary,
         description=_DESCRIPTION,
         routes=app.routes,
+        tags=[{"name": name, "description": text} for name, text in _TAGS.items()],
     )
     components = made.setdefault("components", {})
     # Only referred to by responses of another media type, which FastAPI doesn't look into.
     components.setdefault("schemas", {})["Problem"] = Problem.model_json_schema(
         ref_template="#/components/schemas/{model}"
     )
-    _close(made)
     for operations in made["paths"].values():
         for operation in operations.values():
             _name_types(operation.get("parameters", []))
+            if operation["operationId"] in BODIES:
+                _add_msgpack(operation, components["schemas"])
+    _close(made)
     components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     made["security"] = [{"bearer": []}]
     for path in OPEN_PATHS:
         for operation in made["paths"][path].values():
             operation["security"] = []
     return made
+
+
+def _add_msgpack(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
+    """The second content type of a body, which FastAPI knows nothing of."""
+    name = operation["operationId"]
+    [schema], found = msgspec.json.schema_components(
+        [type(BODIES[name])], ref_template="#/components/schemas/{name}"
+    )
+    _say_binary(found)
+    schemas |= found
+    operation["requestBody"]["content"][MEDIA_TYPE] = {
+        "schema": schema,
+        "examples": {
+            "hexadecimal": {"summary": "The body's bytes", "value": packed_example(name)},
+        },
+    }
+
+
+def _say_binary(schema: Any) -> None:
+    """msgspec describes JSON, where bytes were base64, and leaves out that words are text."""
+    for part in schema.values() if isinstance(schema, dict) else schema:
+        if isinstance(part, dict | list):
+            _say_binary(part)
+    if isinstance(schema, dict):
+        if schema.pop("contentEncoding", None) == "base64":
+            schema["format"] = "binary"
+        if "enum" in schema:
+            schema["type"] = "string"
 
 
 def _close(schema: Any) -> None:

@@ -22,6 +22,7 @@ TOKEN = "of-the-tests"
 def test_nothing_is_answered_that_the_document_does_not_say(tmp_path, monkeypatch):
     monkeypatch.setenv("KVSTRATA_SERVER_TOKEN", TOKEN)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.setenv("SCHEMATHESIS_HOOKS", str(HERE / "schemathesis_msgpack.py"))
     with server(tmp_path) as running:
         done = subprocess.run(
             [

@@ -43,7 +43,10 @@ _STREAM: dict[int | str, dict[str, Any]] = {
                     "required": ["event", "data"],
                     "properties": {
                         "id": {"type": "string", "description": "The cursor"},
-                        "event": {"enum": ["start", "placements", "voided", "node"]},
+                        "event": {
+                            "type": "string",
+                            "enum": ["start", "placements", "voided", "node"],
+                        },
                         "data": {"type": "string", "contentMediaType": "application/json"},
                     },
                 }
