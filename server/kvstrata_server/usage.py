@@ -28,7 +28,7 @@ from kvstrata_server.clock import Clock
 from kvstrata_server.cluster import Cluster
 from kvstrata_server.index import HOST, LocationId
 
-__all__ = ["Held", "Medium", "Usage"]
+__all__ = ["Held", "Medium", "Share", "Usage"]
 
 Counts = npt.NDArray[np.int64]
 
@@ -54,6 +54,15 @@ class Held:
     bytes: int = 0
     chunks: int = 0
     tiers: dict[str, int] = field(default_factory=dict)
+
+
+class Share(NamedTuple):
+    """What a tenant holds at one medium. `sizes`: how the keys begin that it has there (namespace
+    and group) -> bytes of a chunk."""
+
+    nbytes: int
+    chunks: int
+    sizes: Mapping[bytes, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,8 +128,9 @@ class Usage:
             self.counted_at = began
             return pace.busy
 
-    async def media(self, tenant: str) -> dict[Medium, int]:
-        """Bytes of a tenant at each medium that has any, as of the last count."""
+    async def shares(self, tenant: str) -> dict[Medium, Share]:
+        """Of a tenant, by medium that has anything of it, as of the last count."""
+        by_medium = self._counted
         sizes = np.zeros(len(self._cluster.index.families), np.int64)
         pace = _Pace()
         for first in range(0, len(sizes), _FAMILIES_PER_STEP):
@@ -128,11 +138,17 @@ class Usage:
                 owner, size = self._about(number)
                 sizes[number] = size if owner == tenant else 0
             await pace.step()
-        found = {}
-        for medium, counted in list(self._counted.items()):
-            nbytes = int(sizes[counted.families] @ counted.chunks)
-            if nbytes:
-                found[medium] = nbytes
+        found: dict[Medium, Share] = {}
+        families = self._cluster.index.families
+        for medium, counted in by_medium.items():
+            each = sizes[counted.families]
+            here = np.flatnonzero(each)
+            if len(here):
+                found[medium] = Share(
+                    int(each @ counted.chunks),
+                    int(counted.chunks[here].sum()),
+                    {families[int(counted.families[i])].prefix: int(each[i]) for i in here},
+                )
             await pace.step()
         return found
 

@@ -135,12 +135,16 @@ def test_what_is_counted_is_what_a_list_of_all_placements_says(steps):
             assert world.count() == world.naive()
     assert world.count() == world.naive()
     for tenant, held in world.usage.tenants.items():
-        media = asyncio.run(world.usage.media(tenant))
-        assert sum(media.values()) == held.bytes
+        shares = asyncio.run(world.usage.shares(tenant))
+        assert sum(share.nbytes for share in shares.values()) == held.bytes
+        assert sum(share.chunks for share in shares.values()) == held.chunks
         by_tier: dict[str, int] = {}
-        for medium, nbytes in media.items():
+        for medium, share in shares.items():
             tier = TIERS.get(medium.store, "host")
-            by_tier[tier] = by_tier.get(tier, 0) + nbytes
+            by_tier[tier] = by_tier.get(tier, 0) + share.nbytes
+            assert share.sizes
+            for prefix, size in share.sizes.items():
+                assert world.cluster.namespaces.tenant_and_size(prefix) == (tenant, size)
         assert by_tier == held.tiers
 
 
