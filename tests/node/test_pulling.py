@@ -147,3 +147,17 @@ async def test_what_an_ended_transfer_holds_is_released_on_request(parts):
     await puller.handle([CANCEL])
     assert node.released == ["t1"]
     assert server.finals[-1].outcomes == {}
+
+
+@pytest.mark.parametrize("state", list(TransferState))
+async def test_what_ended_without_our_result_is_not_held(parts, state):
+    node, server, puller = parts
+    gate = asyncio.Event()
+    node.pulling = lambda pull: gate.wait()
+    server.state = TransferState.RUNNING
+    await puller.handle([PULL])
+    server.state = state
+    gate.set()
+    await until(lambda: server.finals and not puller._running)
+    unwanted = state in (TransferState.CANCELLED, TransferState.EXPIRED)
+    assert node.released == (["t1"] if unwanted else [])

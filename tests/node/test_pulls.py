@@ -102,7 +102,7 @@ async def test_what_arrived_is_held_when_it_is_said_to_be_here() -> None:
 
 @pytest.mark.parametrize(("pages", "moved"), [(0, 0), (1, 1), (2, 2), (9, 3)])
 async def test_a_budget_is_of_what_has_to_be_moved(pages: int, moved: int) -> None:
-    _, store, links, pulls = make(pages=8)
+    _, _, links, pulls = make(pages=8)
     links.answers = {ONE.address: base.Outcome.LOADED}
     await pulls.pull(pull([1, 3], ONE))
     budget = pages * PAGE + PAGE - 1
@@ -170,3 +170,73 @@ async def test_what_may_take_only_free_room_evicts_nothing() -> None:
         key(5): Outcome.NO_ROOM,
     }
     assert {key(n) for n in (1, 2, 3, 4)} == set(store.host.keys())
+
+
+async def test_what_another_writes_in_vain_is_fetched_after_all() -> None:
+    _, store, links, pulls = make()
+    links.answers = {ONE.address: base.Outcome.FAILED, OTHER.address: base.Outcome.LOADED}
+    in_vain = asyncio.create_task(pulls.pull(pull([1], ONE)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert store.host.usage().writing == PAGE
+    result = await pulls.pull(pull([1, 2], OTHER))
+    assert result.outcomes == {key(1): Outcome.STORED, key(2): Outcome.STORED}
+    assert (await in_vain).outcomes == {key(1): Outcome.FAILED}
+
+
+async def test_what_another_brings_is_here_though_one_source_had_it_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, store, links, pulls = make()
+    links.answers = {ONE.address: base.Outcome.MISSING, OTHER.address: base.Outcome.MISSING}
+    reserve = store.host.reserve
+
+    def after_an_engine(owner: str, requests: Sequence[tuple[Key, int]], **more: bool) -> list[int]:
+        if OTHER.address in owner:
+            put(store, 1)
+        return reserve(owner, requests, **more)
+
+    monkeypatch.setattr(store.host, "reserve", after_an_engine)
+    result = await pulls.pull(pull([1, 2], ONE, OTHER))
+    assert result.outcomes == {key(1): Outcome.PRESENT, key(2): Outcome.MISSING}
+
+
+@pytest.mark.parametrize("order", [(ONE, OTHER), (OTHER, ONE)])
+async def test_only_what_no_source_has_is_missing(order: tuple[PullSource, ...]) -> None:
+    _, _, links, pulls = make()
+    links.answers = {ONE.address: base.Outcome.FAILED, OTHER.address: base.Outcome.MISSING}
+    assert (await pulls.pull(pull([1], *order))).outcomes == {key(1): Outcome.FAILED}
+    assert (await pulls.pull(pull([1], OTHER))).outcomes == {key(1): Outcome.MISSING}
+
+
+async def test_who_was_not_asked_in_time_may_have_it() -> None:
+    clock, _, links, pulls = make()
+    links.answers = {ONE.address: base.Outcome.MISSING}
+    links.between = lambda: clock.advance(601)
+    result = await pulls.pull(pull([1], ONE, OTHER))
+    assert result.outcomes == {key(1): Outcome.FAILED}
+    assert "before the deadline" in result.detail
+
+
+async def test_a_hold_is_as_long_as_asked_for() -> None:
+    clock, store, links, pulls = make()
+    links.answers = {ONE.address: base.Outcome.LOADED}
+    await pulls.pull(pull([1], ONE, hold=2.0))
+    clock.advance(1)
+    store.host.expire()
+    assert store.host.usage().leases == 1
+    clock.advance(2)
+    store.host.expire()
+    assert store.host.usage().leases == 0
+
+
+async def test_what_nobody_wants_any_more_is_not_held() -> None:
+    _, store, links, pulls = make(pages=8)
+    links.answers = {ONE.address: base.Outcome.LOADED}
+    links.between = lambda: running.cancel()
+    running = asyncio.create_task(pulls.pull(pull([1, 2, 3], ONE)))
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await pulls.close()
+    assert store.host.usage().chunks == 2
+    assert store.host.usage().leases == 0

@@ -100,6 +100,8 @@ async def test_a_cut_link_is_taken_up_without_a_snapshot(tmp_path):
             await until(lambda: knows(app, node))
             assert node.snapshots == 1
             assert link.asked.count("POST /v1/nodes") == 1
+            # Though its poll for commands is not answered for a long time.
+            await until(lambda: reporter.status == "connected")
 
 
 async def test_lost_answers_do_no_harm(tmp_path):

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from kvstrata import api
-from kvstrata.api import Outcome
+from kvstrata.api import Outcome, TransferState
 from kvstrata.backoff import Backoff
 from kvstrata.errors import Busy, KVStrataError, LinkBroken, Missing, PeerRefused
 from kvstrata.keys import check_keys
@@ -109,7 +109,7 @@ class Puller:
         backoff = Backoff()
         while True:
             try:
-                await self._post(final)
+                reply = await self._post(final)
             except (Busy, LinkBroken) as e:
                 if self._clock() > until:
                     _log.warning("gave up posting transfer %s: %s", final.transfer, e)
@@ -119,6 +119,7 @@ class Puller:
                 _log.warning("the result of transfer %s is refused: %s", final.transfer, e)
                 return
             else:
+                self._heed(final.transfer, reply)
                 return
 
     async def _tell(self, progress: api.Progress) -> None:
@@ -130,6 +131,13 @@ class Puller:
         else:
             if reply.state.ended:
                 self._cancel(progress.transfer)
+            self._heed(progress.transfer, reply)
+
+    def _heed(self, transfer: str, reply: api.ProgressReply) -> None:
+        """What ended without our result is not to be held, though no command may say so: one that
+        was waiting for us is lost with a server that dies."""
+        if reply.state in (TransferState.CANCELLED, TransferState.EXPIRED):
+            self._reported.release(transfer)
 
     def _cancel(self, transfer: str) -> None:
         task = self._running.get(transfer)

@@ -2,8 +2,9 @@
 
 What the node can get from its own tiers is promoted, the rest is pulled from the sources in
 order; a source that fails is replaced by the next. Bytes land in reserved slots and become
-readable only after verification. A pull that is cancelled stops waiting, but the batch under
-way ends by itself: a transport may still be writing to its slots.
+readable only after verification. What someone else is writing is waited for, and is as good; if
+that fails the sources are asked after all. A pull that is cancelled stops waiting, but the batch
+under way ends by itself: a transport may still be writing to its slots.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ __all__ = ["Fetcher", "Pulls"]
 _log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 32 << 20
+
+# Leases of a pull: what it needs while it works, and what it was asked to keep after.
+_WORK, _HOLD = 1, 2
 
 _OUTCOMES = {
     base.Outcome.LOADED: Outcome.STORED,
@@ -57,10 +61,19 @@ class _State:
     pull: Pull
     owner: str
     outcomes: dict[Key, Outcome] = field(default_factory=dict)
+    busy: set[Key] = field(default_factory=set)
+    """Keys that others were writing, so that not every source was asked for them."""
     sources: dict[Key, str] = field(default_factory=dict)
     moved: int = 0
     trouble: list[str] = field(default_factory=list)
     unwanted: bool = False
+
+    def note(self, key: Key, outcome: Outcome) -> None:
+        """What one source came to. A key is missing if all of them said so."""
+        if outcome is not Outcome.MISSING:
+            self.outcomes[key] = outcome
+        else:
+            self.outcomes.setdefault(key, outcome)
 
 
 class Pulls:
@@ -80,27 +93,12 @@ class Pulls:
             except KVStrataError as e:
                 state.trouble.append(str(e))
         wanted = self._within_budget(state)
-        # What is brought up from a tier may evict.
-        wait = 0.0 if pull.free_only else self._wait(pull)
-        here = await self._store.find(state.owner, 1, wanted, "all", wait)
-        state.outcomes |= dict.fromkeys(here, Outcome.PRESENT)
-        left = [key for key in wanted if key not in here]
-        for source in pull.sources:
-            if not left or self._store.clock() >= pull.deadline:
-                break
-            task = asyncio.create_task(self._fetch_all(state, source, left))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            try:
-                await asyncio.shield(task)
-            except asyncio.CancelledError:
-                state.unwanted = True
-                raise
-            left = [k for k in left if state.outcomes.get(k) is not Outcome.STORED]
-        # Written by someone else at the same time (an engine computed it): that is as good.
-        busy = [key for key in left if key not in state.outcomes]
-        late = await self._store.find(state.owner, 1, busy, "all", self._wait(pull)) if busy else {}
-        state.outcomes |= dict.fromkeys(late, Outcome.PRESENT)
+        try:
+            await self._get(state, wanted)
+        except asyncio.CancelledError:
+            state.unwanted = True
+            self._store.host.release(state.owner, [_WORK])
+            raise
         self._hold(state)
         return PullResult(
             {key: state.outcomes.get(key, Outcome.MISSING) for key in pull.keys},
@@ -109,14 +107,54 @@ class Pulls:
             "; ".join(dict.fromkeys(state.trouble))[:2000],
         )
 
+    async def _get(self, state: _State, wanted: Sequence[Key]) -> None:
+        """Everything that can be had before the deadline, leased, and what became of the rest."""
+        pull = state.pull
+        # What is brought up from a tier may evict.
+        left = await self._find(state, wanted, 0.0 if pull.free_only else self._wait(pull))
+        while left:
+            state.busy.clear()
+            for source in pull.sources:
+                if not left or self._too_late(pull):
+                    break
+                task = asyncio.create_task(self._fetch_all(state, source, left))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                await asyncio.shield(task)
+                left = [k for k in left if state.outcomes.get(k) is not Outcome.STORED]
+            busy = [k for k in left if k in state.busy]
+            left = await self._find(state, busy, self._wait(pull))
+            if self._too_late(pull):
+                break
+        if self._too_late(pull):
+            self._give_up(state, wanted)
+
+    async def _find(self, state: _State, keys: Sequence[Key], wait: float) -> list[Key]:
+        """Lease what is here, or comes within `wait` seconds; the others."""
+        if not keys:
+            return []
+        here = await self._store.find(state.owner, _WORK, keys, "all", wait)
+        state.outcomes |= dict.fromkeys(here, Outcome.PRESENT)
+        return [key for key in keys if key not in here]
+
+    def _give_up(self, state: _State, wanted: Sequence[Key]) -> None:
+        """Time is over: who had what did not come may not have been asked."""
+        failed = [k for k in wanted if state.outcomes.get(k, Outcome.MISSING) is Outcome.MISSING]
+        if failed and state.pull.sources:
+            state.outcomes |= dict.fromkeys(failed, Outcome.FAILED)
+            state.trouble.append(f"{len(failed)} chunks were not here before the deadline")
+
     def release(self, transfer: str) -> None:
         """Nobody needs what it brought any more: end its hold."""
-        self._store.host.release(f"transfer:{transfer}", [1])
+        self._store.host.release(f"transfer:{transfer}", [_WORK, _HOLD])
 
     async def close(self) -> None:
         """Return when no batch is under way."""
         if self._tasks:
             await asyncio.wait(self._tasks)
+
+    def _too_late(self, pull: Pull) -> bool:
+        return self._store.clock() >= pull.deadline
 
     def _wait(self, pull: Pull) -> float:
         left = pull.deadline - self._store.clock()
@@ -144,7 +182,7 @@ class Pulls:
 
     async def _fetch_all(self, state: _State, source: PullSource, keys: Sequence[Key]) -> None:
         for namespace, batch in self._batches(keys):
-            if state.unwanted or self._store.clock() >= state.pull.deadline:
+            if state.unwanted or self._too_late(state.pull):
                 return
             await self._fetch(state, source, namespace, batch)
 
@@ -162,7 +200,9 @@ class Pulls:
             if offset >= 0:
                 items.append(Item(key, self._store.region[offset : offset + nbytes], offset))
             elif offset == NO_ROOM:
-                state.outcomes[key] = Outcome.NO_ROOM
+                state.note(key, Outcome.NO_ROOM)
+            else:
+                state.busy.add(key)
         try:
             outcomes = await self._links.fetch(
                 source.address, namespace, items, state.pull.deadline
@@ -180,10 +220,12 @@ class Pulls:
         loaded = [i for i, o in zip(items, outcomes, strict=True) if o is base.Outcome.LOADED]
         host.commit(owner, [item.key for item in loaded])
         host.forget(owner)
-        # Leased at once: the next batch must not evict what this one brought.
-        host.lease(state.owner, 1, [i.key for i in loaded], self._store.settings.lease_ttl)
+        if not state.unwanted:
+            # Leased at once: the next batch must not evict what this one brought.
+            ttl = self._store.settings.lease_ttl
+            host.lease(state.owner, _WORK, [i.key for i in loaded], ttl)
         for item, outcome in zip(items, outcomes, strict=True):
-            state.outcomes[item.key] = _OUTCOMES.get(outcome, Outcome.FAILED)
+            state.note(item.key, _OUTCOMES.get(outcome, Outcome.FAILED))
         state.sources |= {item.key: source.node for item in loaded}
         nbytes = sum(len(item.view) for item in loaded)
         state.moved += nbytes
@@ -193,14 +235,13 @@ class Pulls:
     def _hold(self, state: _State) -> None:
         arrived = [k for k, o in state.outcomes.items() if o in (Outcome.STORED, Outcome.PRESENT)]
         if state.pull.hold > 0 and arrived:
-            held = self._store.host.lease(state.owner, 1, arrived, state.pull.hold)
+            held = self._store.host.lease(state.owner, _HOLD, arrived, state.pull.hold)
             # A batch that took longer than a lease may have cost what came before it.
             gone = [key for key, chunk in zip(arrived, held, strict=True) if chunk is None]
             state.outcomes |= dict.fromkeys(gone, Outcome.NO_ROOM)
             if gone:
                 state.trouble.append(f"{len(gone)} chunks were evicted before the transfer ended")
-        else:
-            self._store.host.release(state.owner, [1])
+        self._store.host.release(state.owner, [_WORK])
 
     def _batches(self, keys: Sequence[Key]) -> list[tuple[Namespace, list[tuple[Key, int]]]]:
         """Keys by namespace, a bounded number of bytes at a time."""

@@ -25,6 +25,7 @@ from kvstrata.node.evicting import Evicting
 from kvstrata.node.outbox import Outbox
 from kvstrata.node.pulling import Puller
 from kvstrata.node.reported import Reported
+from kvstrata.node.storing import Storing
 
 __all__ = ["Reporter"]
 
@@ -32,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 _POLL_WAIT = 20.0
 _GOODBYE_TIMEOUT = 2.0
+_UNREACHABLE = "unreachable"
 
 Sleep = Callable[[float], Awaitable[None]]
 
@@ -65,6 +67,7 @@ class Reporter:
         self._outbox = Outbox(reported)
         self._puller = Puller(reported, self._post, clock=clock, sleep=sleep)
         self._evicting = Evicting(reported, self._post_eviction)
+        self._storing = Storing(reported, self._post_stored)
         self._node = ""
         self._incarnation = ""
         self._events: list[api.EventsAt] = []
@@ -106,6 +109,7 @@ class Reporter:
             self.registered = False
             await self._puller.close()
             await self._evicting.close()
+            await self._storing.close()
 
     async def close(self) -> None:
         """Stop, tell the server that this node leaves if it can be told quickly, and hang up."""
@@ -176,12 +180,15 @@ class Reporter:
                 await self._sleep(backoff.next())
             else:
                 self._troubles.pop(name, None)
+                # A long poll that waits, as it should, tells of nothing: others do, for it.
+                for other in [n for n, t in self._troubles.items() if t.startswith(_UNREACHABLE)]:
+                    del self._troubles[other]
                 backoff.reset()
 
     @staticmethod
     def _noted(before: str, error: KVStrataError) -> str:
         """What is wrong, in words; logged where that is news."""
-        status = f"{'unreachable' if isinstance(error, LinkBroken) else 'refused'}: {error}"
+        status = f"{_UNREACHABLE if isinstance(error, LinkBroken) else 'refused'}: {error}"
         if status != before:
             _log.warning("control plane %s", status)
         return status
@@ -206,6 +213,11 @@ class Reporter:
             await self._sleep(self._report_interval)
 
     async def _beat(self) -> None:
+        await self._heartbeat()
+        await self._sleep(self._heartbeat_interval)
+
+    async def _heartbeat(self) -> None:
+        self._outbox.collect()
         healthy, detail = self._reported.health()
         reply = await self._control.heartbeat(
             self._node,
@@ -216,11 +228,12 @@ class Reporter:
                 detail=detail[:2000],
                 next_seq=self._outbox.next_seq,
                 events=self._events,
+                settled=self._reported.draining and self._outbox.empty,
             ),
         )
+        self._reported.draining = reply.draining
         if reply.snapshot_wanted:
             self._outbox.want_snapshot()
-        await self._sleep(self._heartbeat_interval)
 
     async def _poll(self) -> None:
         batch = await self._control.commands(self._node, self._incarnation, _POLL_WAIT)
@@ -229,6 +242,9 @@ class Reporter:
             await self._sleep(self._report_interval)
         # A server of a later version may ask for what this one doesn't know.
         self._evicting.handle([c for c in batch.commands if c.kind in ("evict", "shed")])
+        self._storing.handle([c for c in batch.commands if c.kind == "store"])
+        if any(c.kind == "beat" for c in batch.commands):
+            await self._heartbeat()
         await self._puller.handle([c for c in batch.commands if c.kind in ("pull", "cancel")])
 
     async def _post(self, progress: api.Progress) -> api.ProgressReply:
@@ -236,6 +252,9 @@ class Reporter:
 
     async def _post_eviction(self, eviction: str, result: api.EvictionResult) -> None:
         await self._control.eviction_result(self._node, eviction, result)
+
+    async def _post_stored(self, order: str, result: api.StoreResult) -> None:
+        await self._control.store_result(self._node, order, result)
 
 
 class _Unknown(Exception):  # noqa: N818 - a turn of events, seen by nobody else
