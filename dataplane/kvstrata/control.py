@@ -236,8 +236,8 @@ def _error_of(response: httpx.Response) -> KVStrataError:
     message = problem.detail or problem.title
     if problem.errors:
         first = problem.errors[0]
-        where = ".".join(str(part) for part in first.get("loc", ()))
-        message = f"{message}: {where}: {first.get('msg', '')}"
+        where = ".".join(str(part) for part in first.loc)
+        message = f"{message}: {where}: {first.msg}"
     if problem.status == 401:
         message = f"{message} ({_SET_IT})"
     return from_code(problem.code, message)

@@ -13,6 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from kvstrata.api import Problem
 from kvstrata.bulk import MEDIA_TYPE
 from kvstrata_server.auth import OPEN_PATHS
+from kvstrata_server.examples import show_examples
 from kvstrata_server.examples.packed import BODIES, packed_example
 
 __all__ = ["document", "text"]
@@ -55,12 +56,14 @@ def document(app: FastAPI) -> dict[str, Any]:
     )
     components = made.setdefault("components", {})
     # Only referred to by responses of another media type, which FastAPI doesn't look into.
-    components.setdefault("schemas", {})["Problem"] = Problem.model_json_schema(
-        ref_template="#/components/schemas/{model}"
+    problem = Problem.model_json_schema(
+        ref_template="#/components/schemas/{model}", mode="serialization"
     )
+    components.setdefault("schemas", {}).update(problem.pop("$defs"), Problem=problem)
     for operations in made["paths"].values():
         for operation in operations.values():
             _name_types(operation.get("parameters", []))
+            show_examples(operation)
             if operation["operationId"] in BODIES:
                 _add_msgpack(operation, components["schemas"])
     _close(made)

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from kvstrata.api import HTTP_STATUS, Problem
+from kvstrata.api.base import WrongPart
 from kvstrata.errors import Malformed, PeerRefused
 
 __all__ = ["MEDIA_TYPE", "Conflict", "Forbidden", "install", "problem", "responses"]
@@ -67,7 +68,7 @@ def problem(
     status: int,
     detail: str,
     code: str = "",
-    errors: list[dict[str, Any]] | None = None,
+    errors: list[WrongPart] | None = None,
     headers: dict[str, str] | None = None,
 ) -> Response:
     """One error as a response."""
@@ -104,7 +105,7 @@ def install(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Any) -> Response:
         found = [
-            {"loc": list(each["loc"]), "msg": each["msg"], "type": each["type"]}
+            WrongPart(loc=list(each["loc"]), msg=each["msg"], type=each["type"])
             for each in error.errors()[:_MAX_ERRORS]
         ]
         return problem(422, "the request does not follow its schema", Malformed.code, found)

@@ -31,13 +31,13 @@ async def test_a_malformed_request_names_its_parts(tmp_path):
     async with running(tmp_path) as r:
         problem = await ask(r, "POST", "/v1/nodes", 422, json={"id": "a b", "surprise": 1})
         assert problem.code == "malformed"
-        assert sorted(tuple(e["loc"]) for e in problem.errors) == [
+        assert sorted(tuple(e.loc) for e in problem.errors) == [
             ("body", "id"),
             ("body", "incarnation"),
             ("body", "surprise"),
         ]
         assert (await ask(r, "POST", "/v1/nodes", 422, content=b"{")).code == "malformed"
-        assert (await ask(r, "GET", "/v1/nodes?limit=0", 422)).errors[0]["loc"][1] == "limit"
+        assert (await ask(r, "GET", "/v1/nodes?limit=0", 422)).errors[0].loc[1] == "limit"
 
 
 @pytest.mark.parametrize("key", ["", "zz" * 21, "ab" * 20, "ab" * 53, "abc" * 15])

@@ -23,6 +23,7 @@ __all__ = [
     "Name",
     "Problem",
     "Request",
+    "WrongPart",
     "from_hex",
 ]
 
@@ -86,14 +87,29 @@ class Request(BaseModel):
 
 
 class Answer(BaseModel):
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+    # Fields that may be left out when it is read are there when it is sent, and the document says
+    # so: generated clients then need not ask.
+    model_config = ConfigDict(
+        extra="ignore",
+        use_attribute_docstrings=True,
+        json_schema_serialization_defaults_required=True,
+    )
+
+
+class WrongPart(Answer):
+    """A part of a request that is wrong."""
+
+    loc: list[str | int] = []
+    """Where: `body`, `query`, `path` or `header`, then names and positions."""
+    msg: str = ""
+    type: str = ""
 
 
 class Problem(Answer):
     """RFC 9457 problem document. `code` is the error's name in `kvstrata.errors`.
 
     `retryable`: the same request may succeed later. `errors` names the parts of the request
-    that are wrong (`loc`, `msg`, `type`).
+    that are wrong.
     """
 
     type: str = "about:blank"
@@ -102,4 +118,4 @@ class Problem(Answer):
     detail: str = ""
     code: str = "error"
     retryable: bool = False
-    errors: list[dict[str, Any]] = []
+    errors: list[WrongPart] = []

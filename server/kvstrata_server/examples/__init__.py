@@ -10,9 +10,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from kvstrata.api.base import Request
 from kvstrata_server.examples import compatible, moves, nodes, placements, upkeep
 
-__all__ = ["EXAMPLES", "example"]
+__all__ = ["EXAMPLES", "example", "show_examples"]
 
 EXAMPLES: dict[str, tuple[Any, Any]] = {
     **nodes.EXAMPLES,
@@ -37,7 +38,20 @@ def example(operation: str, status: int = 200, kind: str = "application/json") -
     return extra
 
 
+def show_examples(operation: dict[str, Any]) -> None:
+    """Put them into the document's entry of an operation: FastAPI would drop their nulls."""
+    request, answer = EXAMPLES.get(operation["operationId"], (None, None))
+    if request is not None:
+        operation["requestBody"]["content"]["application/json"]["example"] = _json(request)
+    if answer is not None:
+        # A dry run's 200 stands beside the 202 of what is really done.
+        status = max(s for s in operation["responses"] if s.startswith("2"))
+        for content in operation["responses"][status]["content"].values():
+            content["example"] = _json(answer)
+
+
 def _json(message: Any) -> Any:
     if isinstance(message, BaseModel):
-        return message.model_dump(mode="json", exclude_none=True)
+        # An answer says null where it has nothing; a request leaves that out.
+        return message.model_dump(mode="json", exclude_none=isinstance(message, Request))
     return message

@@ -8,12 +8,13 @@ from fastapi import APIRouter, Path, Response
 
 from kvstrata import api
 from kvstrata_server.examples import example
+from kvstrata_server.examples.world import EVICTION
 from kvstrata_server.problems import responses
 from kvstrata_server.routes.parameters import After, Limit, NodeId, State
 
 router = APIRouter(prefix="/v1", tags=["evictions"])
 
-EvictionId = Annotated[str, Path(max_length=64)]
+EvictionId = Annotated[str, Path(max_length=64, examples=[EVICTION])]
 
 
 @router.post(

@@ -43,7 +43,13 @@ async def get_readiness(state: State, response: Response) -> api.Health:
     "/metrics",
     summary="Scrape metrics",
     response_class=Response,
-    responses={200: {"content": {"text/plain": {}}, "description": "Prometheus"}, **responses()},
+    responses={
+        200: {
+            "content": {"text/plain": {"schema": {"type": "string"}}},
+            "description": "Prometheus",
+        },
+        **responses(),
+    },
     openapi_extra=example("get_metrics", kind="text/plain"),
 )
 async def get_metrics(state: State) -> Response:

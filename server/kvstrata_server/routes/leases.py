@@ -9,6 +9,7 @@ from fastapi import APIRouter, Path, Response
 from kvstrata import api
 from kvstrata.api import LeaseState
 from kvstrata_server.examples import example
+from kvstrata_server.examples.world import LEASE
 from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
 from kvstrata_server.routes import transfers
@@ -16,7 +17,7 @@ from kvstrata_server.routes.parameters import IdempotencyKey, State, Who
 
 router = APIRouter(prefix="/v1/leases", tags=["leases"])
 
-LeaseId = Annotated[str, Path(max_length=64)]
+LeaseId = Annotated[str, Path(max_length=64, examples=[LEASE])]
 
 
 @router.post(

@@ -8,13 +8,19 @@ from fastapi import APIRouter, Query, Request
 
 from kvstrata import api
 from kvstrata_server.examples import example
+from kvstrata_server.examples.world import INCARNATION
 from kvstrata_server.problems import Forbidden, responses
 from kvstrata_server.routes.parameters import After, Limit, NodeId, State, Who
 
 router = APIRouter(prefix="/v1/nodes", tags=["nodes"])
 
 Incarnation = Annotated[
-    str, Query(max_length=128, description="The node's start id, as registered")
+    str,
+    Query(
+        max_length=128,
+        description="The node's start id, as registered",
+        examples=[INCARNATION],
+    ),
 ]
 
 

@@ -8,6 +8,7 @@ from fastapi import Depends, Header, Path, Query
 
 from kvstrata import api
 from kvstrata_server.auth import identity_of
+from kvstrata_server.examples.world import SOURCE
 from kvstrata_server.plane import ControlState, state_of
 from kvstrata_server.roles import Identity
 
@@ -20,13 +21,14 @@ After = Annotated[
     str | None, Query(max_length=128, description="Cursor: `next` of the page before")
 ]
 Limit = Annotated[int, Query(ge=1, le=1000, description="Most entries of a page")]
-NodeId = Annotated[str, Path(max_length=128)]
+NodeId = Annotated[str, Path(max_length=128, examples=[SOURCE])]
 IdempotencyKey = Annotated[
     str | None,
     Header(
         min_length=1,
         max_length=255,
         description="The same key with the same request gives the same answer",
+        examples=["chat-4711-turn-3"],
     ),
 ]
 

@@ -11,6 +11,7 @@ from kvstrata import api
 from kvstrata.errors import Missing
 from kvstrata_server.cluster import keys_of
 from kvstrata_server.examples import example
+from kvstrata_server.examples.world import TRANSFER
 from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
 from kvstrata_server.roles import Identity
@@ -18,7 +19,7 @@ from kvstrata_server.routes.parameters import PLANNED, After, IdempotencyKey, Li
 
 router = APIRouter(prefix="/v1/transfers", tags=["transfers"])
 
-TransferId = Annotated[str, Path(max_length=64)]
+TransferId = Annotated[str, Path(max_length=64, examples=[TRANSFER])]
 
 
 @router.post(
