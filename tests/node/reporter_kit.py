@@ -14,7 +14,7 @@ from kvstrata.config import ControlSettings
 from kvstrata.control import ControlPlane
 from kvstrata.keys import Key
 from kvstrata.node.placements import PlacementChange, Placements
-from kvstrata.node.reported import Drop, Pull, PullResult, Shed
+from kvstrata.node.reported import Drop, Pull, PullResult, Shed, WriteBack, Written
 from kvstrata.node.reporter import Reporter
 from kvstrata.testing.chunks import a_namespace
 
@@ -45,6 +45,9 @@ class SaidNode:
         self.pulling: Callable[[Pull], object] | None = None
         self.cancelled: list[str] = []
         self.released: list[str] = []
+        self.draining = False
+        self.written: list[WriteBack] = []
+        self.writing: Callable[[WriteBack, Written], object] | None = None
         self.drops: list[Drop] = []
         self.dropping: Callable[[Drop], object] | None = None
         self.sheds: list[Shed] = []
@@ -119,6 +122,21 @@ class SaidNode:
             self.placements.removed(tier, gone)
             dropped[tier] = len(gone)
         return dropped
+
+    async def write_back(self, asked: WriteBack, written: Written) -> None:
+        """The first store takes all that is in host memory, unless `writing` says otherwise."""
+        self.written.append(asked)
+        if self.writing is not None:
+            found = self.writing(asked, written)
+            if asyncio.iscoroutine(found) or isinstance(found, asyncio.Future):
+                await found
+            return
+        here = [each for each in asked.keys if each in self.held["host"]]
+        written.outcomes.update(dict.fromkeys(asked.keys, Outcome.MISSING))
+        written.outcomes.update(dict.fromkeys(here, Outcome.STORED))
+        written.stores.update(dict.fromkeys(here, asked.stores[0]))
+        self.held[asked.stores[0]].update(dict.fromkeys(here))
+        self.placements.added(asked.stores[0], here)
 
     async def shed(self, asked: Shed) -> Mapping[str, int]:
         """What was gained first goes first."""

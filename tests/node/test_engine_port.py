@@ -30,6 +30,7 @@ from kvstrata.errors import (
     Malformed,
     NamespaceMismatch,
 )
+from kvstrata.host import NO_ROOM, PRESENT
 from kvstrata.keys import Key, Namespace
 from kvstrata.node.engine_port import EnginePort
 from kvstrata.node.namespaces import Namespaces
@@ -241,6 +242,31 @@ def _replies(client: Client, count: int) -> list[wire.StepReply]:
             assert isinstance(message, wire.StepReply), message
             got.append(message)
     return got
+
+
+async def test_a_node_that_is_drained_takes_nothing_new_and_serves_what_it_has(port: Port) -> None:
+    def work() -> None:
+        with port.client() as client:
+            fill(client, 1, 2)
+            client.send(wire.Step(0, credits={0: 2}))
+            (credit,) = _replies(client, 1)[0].credits
+            (reserved,) = client.reserve([key(3)])
+            assert reserved >= 0
+            port.store.draining = True
+            assert client.reserve([key(1), key(3), key(4)]) == [PRESENT, PRESENT, NO_ROOM]
+            uses = [wire.Use(credit.offsets[0], key(5))]
+            client.send(wire.Step(0, credits={0: 8}, uses=uses, commits=[key(1), key(3)]))
+            (reply,) = _replies(client, 1)
+            assert (reply.used, reply.committed, reply.credits) == ([1], [True, False], [])
+            assert client.commit([key(5)]) == [False]
+            found = client.lookup([key(n) for n in (1, 2, 3, 5)], want="all")
+            assert found.states == [State.HOST, State.HOST, State.MISS, State.MISS]
+            client.release(found.lease)
+            port.store.draining = False
+            fill(client, 3, 4, 5)
+
+    await port.run(work)
+    assert port.store.host.usage().chunks == 5
 
 
 @pytest.mark.parametrize(

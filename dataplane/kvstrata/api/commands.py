@@ -27,13 +27,15 @@ class Command(Answer):
     and post `EvictionResult`.
     `shed`: give up the coldest chunks of those whose keys begin with one of `sizes`, until such
     `amounts` of bytes are gone, by location, and post `EvictionResult`.
+    `store`: put `keys` into the first of `stores` that takes each, and post `StoreResult`.
+    `beat`: send a heartbeat now, for there is something to learn from its answer.
     A command is repeated until the node answers it, so executing one is idempotent. A node ignores
     kinds it doesn't know.
     """
 
     kind: str
     transfer: str
-    """Id of the transfer, or of the eviction."""
+    """Id of the transfer, the eviction or the order."""
     namespaces: list[str] = []
     keys: list[str] = []
     sources: list[SourceRef] = []
@@ -47,6 +49,8 @@ class Command(Answer):
     """Namespace and group in hex, as keys begin -> bytes that a chunk counts."""
     amounts: dict[str, int] = {}
     """`host`, or the id of a store -> bytes."""
+    stores: list[str] = []
+    """Ids, best first."""
 
 
 class CommandBatch(Answer):

@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from kvstrata.api.base import MAX_INT, NUMBER, Answer, Flag, Name, Request
+from kvstrata.api.drains import DrainState
 
 __all__ = [
     "EventsAt",
@@ -85,11 +86,15 @@ class HeartbeatRequest(Request):
     """`seq` of the node's next report: shows a server that lost the last ones that it did."""
     events: Annotated[list[EventsAt], Field(max_length=64)] | None = None
     """As registered: a server that has begun anew doesn't remember. None: as they were."""
+    settled: Flag = False
+    """It is drained, so it takes no new chunks, and has reported all that it holds."""
 
 
 class HeartbeatReply(Answer):
     snapshot_wanted: bool = False
     """The server missed a report: send everything (`Report.snapshot`)."""
+    draining: bool = False
+    """Take no new chunks into host memory until an answer says otherwise."""
 
 
 class NodeState(enum.StrEnum):
@@ -111,6 +116,8 @@ class NodeInfo(Answer):
     heartbeat_age: float
     events: list[EventsAt] = []
     """Where it publishes KV events."""
+    drain: DrainState | None = None
+    """Of the drain in force: it can be a source, and is no target. None: there is none."""
 
 
 class NodeList(Answer):

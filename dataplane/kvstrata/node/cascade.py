@@ -83,10 +83,11 @@ class Cascade:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._unpinned = asyncio.Event()
         self._stopped = asyncio.Event()
         self._stopped.set()
         self._closed = False
-        guard.watchers.append(self._wake.set)
+        guard.watchers += [self._wake.set, self._unpinned.set]
 
     @property
     def tier(self) -> Tier:
@@ -150,6 +151,25 @@ class Cascade:
         self._idle.clear()
         self._wake.set()
 
+    async def keep(self, keys: Sequence[Key]) -> dict[Key, Outcome]:
+        """Store these now and in this order, beside what is queued; what became of each. `MISSING`
+        is what the host tier doesn't have. Waits while the tier is at other batches."""
+        outcomes = dict.fromkeys(keys, Outcome.FAILED)
+        left = dict.fromkeys(keys)
+        while left and not self._closed:
+            if not self._may_store():
+                if not self.guard.allows(Kind.STORE):
+                    break
+                self._unpinned.clear()
+                await self._unpinned.wait()
+                continue
+            before = list(left)
+            batch = self._next_batch(left)
+            outcomes |= {key: Outcome.MISSING for key in before if key not in left}
+            told = await self._store(batch)
+            outcomes |= zip((chunk.key for chunk in batch), told, strict=True)
+        return outcomes
+
     # ------------------------------------------------------------ the loop
 
     async def run(self) -> None:
@@ -164,7 +184,10 @@ class Cascade:
                         await self._step_back()
                         if not self._may_store():
                             continue  # what it stepped back for was overdue
-                    await self._store(self._next_batch())
+                    waiting = len(self._queue)
+                    batch = self._next_batch(self._queue)
+                    self.dropped += waiting - len(self._queue) - len(batch)
+                    await self._store(batch)
                     continue
                 if not self._queue:
                     self._idle.set()
@@ -183,6 +206,7 @@ class Cascade:
         self._queue.clear()
         self._unstored.clear()
         self._wake.set()
+        self._unpinned.set()
         await self._stopped.wait()
 
     def _may_store(self) -> bool:
@@ -217,25 +241,25 @@ class Cascade:
         self._unstored.difference_update(dirty)
         self.offer(dirty)
 
-    def _next_batch(self) -> list[Chunk]:
+    def _next_batch(self, queue: dict[Key, None]) -> list[Chunk]:
+        """Taken from the queue, and pinned; those that are not here any more are only taken."""
         batch: list[Chunk] = []
         size, most = 0, self._batch_bytes()
-        for key in list(islice(self._queue, _BATCH_KEYS)):
+        for key in list(islice(queue, _BATCH_KEYS)):
             chunk = self._host.get(key)
             if chunk is not None and batch and size + chunk.nbytes > most:
                 break
-            del self._queue[key]
-            if chunk is None:
-                self.dropped += 1
-            else:
+            del queue[key]
+            if chunk is not None:
                 batch += self._host.pin([key])
                 size += chunk.nbytes
         self.pinned += size
         return batch
 
-    async def _store(self, batch: Sequence[Chunk]) -> None:
+    async def _store(self, batch: Sequence[Chunk]) -> Sequence[Outcome]:
+        """An outcome each; `FAILED` where the call is overdue."""
         if not batch:
-            return
+            return ()
         try:
             await self._add_checksums(batch)
         except BaseException:
@@ -245,8 +269,10 @@ class Cascade:
         outcomes = await self.guard.store(
             items, self._clock() + _DEADLINE, lambda late: self._settle(batch, late)
         )
-        if outcomes is not None:
-            self._settle(batch, outcomes)
+        if outcomes is None:
+            return [Outcome.FAILED] * len(batch)
+        self._settle(batch, outcomes)
+        return outcomes
 
     def _settle(self, batch: Sequence[Chunk], outcomes: Sequence[Outcome]) -> None:
         """The call is over, in time or late: nothing reads the chunks for it any more."""
@@ -261,7 +287,9 @@ class Cascade:
         self.stored += len(kept)
         self.failed += len(failed)
         self._placements.added(self.guard.store_id, kept)
+        self._unstored.difference_update(kept)
         self._wake.set()
+        self._unpinned.set()
         if failed:
             self.lost(failed)
             _log.warning(

@@ -27,7 +27,7 @@ from kvstrata.errors import (
     Malformed,
     NamespaceMismatch,
 )
-from kvstrata.host import Chunk, State
+from kvstrata.host import NO_ROOM, PRESENT, Chunk, State
 from kvstrata.keys import DIGEST_BYTES, GROUP_BYTES, Key, Namespace, check_keys, require_same
 from kvstrata.node.store import Store
 
@@ -269,7 +269,7 @@ class EnginePort:
                 lapsed.append(lease)
         for lease, keys in step.end:
             host.end(owner, lease, _keys(keys))
-        committed = host.commit(owner, _keys(step.commits)) if step.commits else []
+        committed = self._commit(owner, _keys(step.commits)) if step.commits else []
         if step.aborts:
             host.abort(owner, _keys(step.aborts))
         uses = [(use.offset, Key(use.key)) for use in step.uses]
@@ -334,17 +334,26 @@ class EnginePort:
             self._store.settings.lease_ttl,
         )
 
+    def _commit(self, owner: str, keys: Sequence[Key]) -> list[bool]:
+        host = self._store.host
+        if not self._store.draining:
+            return host.commit(owner, keys)
+        # Slots that were granted or reserved before may be written to, but no chunk comes of it.
+        host.abort(owner, keys)
+        return [host.get(key) is not None for key in keys]
+
     def _reserve(self, session: Session, keys: Sequence[bytes]) -> list[int]:
         if not keys:
             return []
+        host = self._store.host
+        if self._store.draining:
+            return [NO_ROOM if s is State.ABSENT else PRESENT for s in host.find(_keys(keys))]
         sizes = session.prefixes
-        return self._store.host.reserve(
-            session.owner, [(Key(key), sizes[key[:_PREFIX_BYTES]]) for key in keys]
-        )
+        return host.reserve(session.owner, [(Key(key), sizes[key[:_PREFIX_BYTES]]) for key in keys])
 
     def _credit(self, session: Session, wanted: dict[int, int]) -> list[wire.Credits]:
         """Top up what the session holds granted, within the node's budget for all sessions."""
-        if not wanted or session.namespace is None:
+        if not wanted or session.namespace is None or self._store.draining:
             return []
         host = self._store.host
         budget = int(host.slots.capacity * self._store.settings.credit_budget)

@@ -68,8 +68,15 @@ class Outbox:
         self._snapshot_wanted = True  # what a node finds in its stores at start is news, too
         self._pending: dict[str, dict[Key, bool]] = {}
         self._unsent: Iterator[_Batch] = iter(())
+        self._cutting = False
         self._sent: _Batch | None = None
         self._told: set[bytes] = set()
+
+    @property
+    def empty(self) -> bool:
+        """Whether all that was collected is reported and answered."""
+        waits = self._snapshot_wanted or self._pending or self._cutting or self._sent is not None
+        return not waits
 
     def registered(self, next_seq: int) -> None:
         """The server knows us now, and expects this number."""
@@ -97,9 +104,10 @@ class Outbox:
             self._snapshot_wanted = False
             self._pending.clear()
             self._unsent = _parts(self._cut(_flat(self._reported.snapshot())))
-            self._sent = None
+            self._sent, self._cutting = None, True
         if self._sent is None:
             self._sent = next(self._unsent, None)
+            self._cutting = self._sent is not None
         if self._sent is None and self._pending:
             pending, self._pending = self._pending, {}
             self._unsent = self._cut(
@@ -107,7 +115,7 @@ class Outbox:
                 for location, at in pending.items()
                 for key, here in at.items()
             )
-            self._sent = next(self._unsent, None)
+            self._sent, self._cutting = next(self._unsent, None), True
         return None if self._sent is None else self._sent.report(incarnation, self.next_seq)
 
     def answered(self, reply: api.ReportReply) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvstrata import wire
-from kvstrata.api import HostUse, NodeRegistration, StoreRef
+from kvstrata.api import HostUse, NodeRegistration, Outcome, StoreRef
 from kvstrata.config import NodeSettings
 from kvstrata.errors import ConfigError
 from kvstrata.keys import DIGEST_BYTES, Key, Namespace
@@ -27,11 +27,20 @@ from kvstrata.node.grants import Grants
 from kvstrata.node.namespaces import Namespaces
 from kvstrata.node.peer_port import PeerPort
 from kvstrata.node.pulls import Pulls
-from kvstrata.node.reported import Drop, PlacementChange, Pull, PullResult, Shed
+from kvstrata.node.reported import (
+    Drop,
+    PlacementChange,
+    Pull,
+    PullResult,
+    Shed,
+    WriteBack,
+    Written,
+)
 from kvstrata.node.shedding import shed
 from kvstrata.node.status import tier_statuses, tier_trouble
 from kvstrata.node.store import Store
 from kvstrata.node.supervisor import Supervisor
+from kvstrata.node.writeback import write_back
 from kvstrata.peer_wire import parse_address
 from kvstrata.region import Region, sweep
 from kvstrata.tiers.base import TierContext
@@ -363,6 +372,8 @@ class Node:
             states |= {f"peer {a}": reason for a, reason in self._links.reasons.items()}
         if self.settings.control.url:
             states["control plane"] = self.reporter.status
+        if self.draining:
+            states["drain"] = "takes no new chunks: the control plane has it drained"
         return states
 
     # ------------------------------------------------------------ what the reporter reads
@@ -412,7 +423,20 @@ class Node:
     def namespace_documents(self) -> Mapping[bytes, bytes]:
         return {n.digest: n.document for n in self.namespaces.all()}
 
+    @property
+    def draining(self) -> bool:
+        return self.store.draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        if draining != self.store.draining:
+            _log.info("takes %s new chunks", "no" if draining else "again")
+        self.store.draining = draining
+
     async def pull(self, pull: Pull) -> PullResult:
+        if self.draining:
+            nothing = dict.fromkeys(pull.keys, Outcome.NO_ROOM)
+            return PullResult(nothing, detail="this node is drained, and takes no new chunks")
         return await self.pulls.pull(pull)
 
     def release(self, transfer: str) -> None:
@@ -424,6 +448,9 @@ class Node:
             *(guard.name for guard in self.store.guards if guard.tier.writable),
         )
         return await self.store.drop(tiers, asked.keys, asked.digests)
+
+    async def write_back(self, asked: WriteBack, written: Written) -> None:
+        await write_back(self.store, asked, written)
 
     async def shed(self, asked: Shed) -> Mapping[str, int]:
         return await shed(self.store.host, self.store.guards, asked)

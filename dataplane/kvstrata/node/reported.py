@@ -13,7 +13,17 @@ from kvstrata.api import HostUse, NodeRegistration, Outcome
 from kvstrata.keys import Key
 from kvstrata.node.placements import PlacementChange
 
-__all__ = ["Drop", "PlacementChange", "Pull", "PullResult", "PullSource", "Reported", "Shed"]
+__all__ = [
+    "Drop",
+    "PlacementChange",
+    "Pull",
+    "PullResult",
+    "PullSource",
+    "Reported",
+    "Shed",
+    "WriteBack",
+    "Written",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +83,29 @@ class Shed:
     amounts: Mapping[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class WriteBack:
+    """Chunks to put into a store now: the first of `stores` (ids) that takes each."""
+
+    order: str
+    keys: Sequence[Key]
+    stores: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What became of each key so far, and which store each is in that is `STORED` or
+    `PRESENT`."""
+
+    outcomes: dict[Key, Outcome] = field(default_factory=dict)
+    stores: dict[Key, str] = field(default_factory=dict)
+
+
 class Reported(Protocol):
     """A node, as its reporter sees it. What isn't async answers at once, on the event loop."""
+
+    draining: bool
+    """Whether it takes no new chunks into host memory. Set by what the control plane says."""
 
     def registration(self) -> NodeRegistration: ...
 
@@ -100,6 +131,9 @@ class Reported(Protocol):
 
     async def drop(self, asked: Drop) -> Mapping[str, int]:
         """Drop what nobody uses; how many chunks, by tier. Raises `Malformed` on unknown tiers."""
+
+    async def write_back(self, asked: WriteBack, written: Written) -> None:
+        """Enter outcomes into `written` as they come. Raises `Malformed` on unknown stores."""
 
     async def shed(self, asked: Shed) -> Mapping[str, int]:
         """Give up the coldest; how many chunks, by tier. Raises `Malformed` on locations that

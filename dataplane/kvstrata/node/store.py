@@ -52,6 +52,8 @@ class Store:
         self.guards: list[Guard] = []
         self.cascades: list[Cascade] = []
         self.clock = clock
+        self.draining = False
+        """Whether engines may bring no new chunks into host memory."""
         self.host = HostTier(
             Slots(len(region)),
             open_policy(settings.policy, len(region)),
