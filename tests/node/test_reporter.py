@@ -85,6 +85,28 @@ async def test_a_server_that_comes_late_finds_everything(tmp_path):
             assert reporter.status == "connected"
 
 
+async def test_who_finds_the_server_back_tells_those_that_wait_to_try_again(tmp_path):
+    node = SaidNode()
+
+    async def patient(seconds: float) -> None:
+        between = seconds in (0.002, 0.02)  # reports, and heartbeats; else it failed
+        await asyncio.sleep(seconds if between else 3600)
+
+    async with app_on(tmp_path) as app:
+        link = Link(app)
+        async with reporting(node, link, sleep=patient) as reporter:
+            await until(lambda: knows(app, node))
+            link.loses = lambda path: path.endswith("/heartbeat")
+            await until(lambda: reporter.status.startswith("unreachable"))
+            await asyncio.sleep(0.02)
+            assert reporter.status.startswith("unreachable")  # nobody was asked anything
+            link.loses = lambda path: False
+            beats = link.asked.count("PUT /v1/nodes/a/heartbeat")
+            node.gain("host", 1)
+            await until(lambda: link.asked.count("PUT /v1/nodes/a/heartbeat") > beats + 1)
+            assert reporter.status == "connected"
+
+
 async def test_a_cut_link_is_taken_up_without_a_snapshot(tmp_path):
     node = SaidNode()
     async with app_on(tmp_path) as app:

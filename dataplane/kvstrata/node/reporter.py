@@ -58,6 +58,7 @@ class Reporter:
         self.registered = False
         self._phase = "not started"
         self._troubles: dict[str, str] = {}
+        self._back = asyncio.Event()
         self._reported = reported
         self._control = control or ControlPlane(settings.url, settings.token, ca=settings.ca)
         self._report_interval = settings.report_interval
@@ -173,17 +174,38 @@ class Reporter:
                 raise _Unknown(str(e), delay=5 * self._heartbeat_interval) from e
             except KVStrataError as e:
                 self._troubles[name] = self._noted(self._troubles.get(name, ""), e)
-                await self._sleep(backoff.next())
+                await self._rest(backoff.next(), e)
             except Exception as e:
                 _log.exception("reporting failed; it starts again")
                 self._troubles[name] = f"failing: {type(e).__name__}: {e}"
                 await self._sleep(backoff.next())
             else:
                 self._troubles.pop(name, None)
-                # A long poll that waits, as it should, tells of nothing: others do, for it.
-                for other in [n for n, t in self._troubles.items() if t.startswith(_UNREACHABLE)]:
-                    del self._troubles[other]
                 backoff.reset()
+
+    def _answered(self) -> None:
+        """The server is there: loops that found it away try again at once, and are in no trouble
+        until they fail. One of them may then wait long for its answer, as it should."""
+        away = [name for name, t in self._troubles.items() if t.startswith(_UNREACHABLE)]
+        for name in away:
+            del self._troubles[name]
+        if away:
+            self._back.set()
+
+    async def _rest(self, seconds: float, error: KVStrataError) -> None:
+        """Before the next try: so long, or until the server is known to be back."""
+        waits = [asyncio.ensure_future(self._sleep(seconds))]
+        if isinstance(error, LinkBroken):
+            self._back.clear()
+            waits.append(asyncio.ensure_future(self._until_back()))
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _until_back(self) -> None:
+        await self._back.wait()
 
     @staticmethod
     def _noted(before: str, error: KVStrataError) -> str:
@@ -208,6 +230,7 @@ class Reporter:
         except KVStrataError as e:
             self._outbox.refused(e)
             raise
+        self._answered()
         self._outbox.answered(reply)
         if not reply.applied:
             await self._sleep(self._report_interval)
@@ -231,12 +254,14 @@ class Reporter:
                 settled=self._reported.draining and self._outbox.empty,
             ),
         )
+        self._answered()
         self._reported.draining = reply.draining
         if reply.snapshot_wanted:
             self._outbox.want_snapshot()
 
     async def _poll(self) -> None:
         batch = await self._control.commands(self._node, self._incarnation, _POLL_WAIT)
+        self._answered()
         if not batch.commands:
             # A server that is about to end answers at once: no reason to ask it all the time.
             await self._sleep(self._report_interval)
