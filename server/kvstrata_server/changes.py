@@ -4,6 +4,9 @@ Each writes there, in the transaction that also changes the rows, what nodes tol
 what the others wrote. Transactions with entries come one after the other (`Database.lock`), so
 entries become visible in the order of their ids and a reader skips none.
 
+Of transfers and evictions, entries say what others need in order to hand out commands; what they
+answer to questions they read from the rows.
+
 A node talks to one server at a time, but may go from one to another while the first still has
 something to write. Such a late change must not undo newer ones, so every change of a node is
 `Fenced` by what SQL says of the node.
@@ -24,18 +27,29 @@ from kvstrata_server.writes import Write
 
 __all__ = [
     "Entry",
+    "EvictionAnswered",
+    "EvictionEnded",
+    "EvictionMade",
     "Fenced",
     "Forgotten",
     "Heard",
+    "HoldReleased",
     "Left",
     "LogEntry",
+    "NodeEntry",
     "Registered",
     "Reported",
     "Seen",
+    "TransferAdvanced",
+    "TransferEnded",
+    "TransferMade",
     "TrimLog",
-    "decode",
+    "WorkEntry",
+    "decode_node",
+    "decode_work",
     "newer",
     "newest",
+    "tell",
 ]
 
 
@@ -90,14 +104,81 @@ class Forgotten(msgspec.Struct, frozen=True, tag="forgotten"):
     node: str
 
 
-Entry = Registered | Left | Reported | Seen | Forgotten
+class TransferMade(msgspec.Struct, frozen=True, tag="transfer_made"):
+    """What it is, rows say."""
 
-_decoder = msgspec.msgpack.Decoder(Entry)
+    id: str
 
 
-def decode(raw: bytes) -> Entry:
+class TransferAdvanced(msgspec.Struct, frozen=True, tag="transfer_advanced"):
+    """This incarnation of its target works on it; `link` is the source it is counted at, or ""."""
+
+    id: str
+    incarnation: str
+    link: str
+    bytes: int
+
+
+class TransferEnded(msgspec.Struct, frozen=True, tag="transfer_ended"):
+    id: str
+    target: str
+    state: str
+
+
+class HoldReleased(msgspec.Struct, frozen=True, tag="hold_released"):
+    """The target of an ended transfer has to be told, until then."""
+
+    id: str
+    target: str
+    until: float
+
+
+class EvictionMade(msgspec.Struct, frozen=True, tag="eviction_made"):
+    """What it is, rows say."""
+
+    id: str
+
+
+class EvictionAnswered(msgspec.Struct, frozen=True, tag="eviction_answered"):
+    """A node need not be asked any more."""
+
+    id: str
+    node: str
+
+
+class EvictionEnded(msgspec.Struct, frozen=True, tag="eviction_ended"):
+    """Nobody has to be asked any more."""
+
+    id: str
+
+
+NodeEntry = Registered | Left | Reported | Seen | Forgotten
+WorkEntry = (
+    TransferMade
+    | TransferAdvanced
+    | TransferEnded
+    | HoldReleased
+    | EvictionMade
+    | EvictionAnswered
+    | EvictionEnded
+)
+Entry = NodeEntry | WorkEntry
+
+_node_decoder = msgspec.msgpack.Decoder(NodeEntry)
+_work_decoder = msgspec.msgpack.Decoder(WorkEntry)
+
+
+def decode_node(raw: bytes) -> NodeEntry:
     """Raises msgspec's errors on what no server of this version wrote."""
-    return _decoder.decode(raw)
+    return _node_decoder.decode(raw)
+
+
+def decode_work(raw: bytes) -> WorkEntry | None:
+    """None for what nodes told, which may be large, or no server of this version wrote."""
+    try:
+        return _work_decoder.decode(raw)
+    except msgspec.MsgspecError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +194,12 @@ class LogEntry:
                 server=self.server, time=self.time, entry=msgspec.msgpack.encode(self.entry)
             )
         )
+
+
+async def tell(connection: AsyncConnection, server: str, time: float, entry: Entry) -> None:
+    """Log it, in the transaction of what it is about. No `server`: there is nobody to tell."""
+    if server:
+        await LogEntry(server, time, entry).apply(connection)
 
 
 @dataclass(frozen=True, slots=True)

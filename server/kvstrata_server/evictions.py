@@ -10,25 +10,37 @@
 
 Nodes poll for them as for transfers. One that is silent may get the command when it is back, until
 the deadline; after that nobody asks it any more.
+
+In memory is what has to be handed out; questions are answered from SQL. Servers that share a
+database have the same ones in memory, and hear by the change log who has answered elsewhere.
 """
 
 from __future__ import annotations
 
+import hashlib
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
-from sqlalchemy import delete, insert, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import select
 
 from kvstrata import api
 from kvstrata.api import EvictionState
 from kvstrata.errors import Busy, Missing
+from kvstrata_server import eviction as stored
+from kvstrata_server.changes import EvictionAnswered, EvictionEnded, EvictionMade, WorkEntry
 from kvstrata_server.clock import Clock
 from kvstrata_server.cluster import Cluster, Node
 from kvstrata_server.database import Database
+from kvstrata_server.eviction import (
+    AnswerEviction,
+    Eviction,
+    ExpireEviction,
+    ForgetEvictions,
+    PutEviction,
+    read_infos,
+)
 from kvstrata_server.models import EvictionRow
+from kvstrata_server.problems import Conflict
 from kvstrata_server.writer import Writer
 
 __all__ = ["Evictions"]
@@ -38,77 +50,14 @@ _MOST_KEYS = 4_000_000
 _MOST_KEYS_PER_POLL = api.MAX_KEYS
 _COMMIT_TIMEOUT = 10.0
 _REDELIVERY = 5.0
-
-
-@dataclass(slots=True)
-class _Eviction:
-    id: str
-    state: EvictionState
-    created: float
-    deadline: float
-    what: dict[str, list[str]]
-    """`keys`, `digests` and `tiers` of the command."""
-    nodes: dict[str, api.NodeEviction]
-    ended: float | None = None
-    offered: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """Node -> when, and to which incarnation."""
-
-    def info(self) -> api.EvictionInfo:
-        return api.EvictionInfo(
-            id=self.id,
-            state=self.state,
-            created=self.created,
-            deadline=self.deadline,
-            ended=self.ended,
-            nodes=list(self.nodes.values()),
-        )
-
-    def waits_for(self, node_id: str) -> bool:
-        at = self.nodes.get(node_id)
-        return at is not None and at.dropped is None and not at.detail
-
-    def row(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "state": self.state.value,
-            "created": self.created,
-            "deadline": self.deadline,
-            "ended": self.ended,
-            # What was asked for is of no use once it is over, and may be large.
-            "what": {} if self.state.ended else self.what,
-            "nodes": [node.model_dump() for node in self.nodes.values()],
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class _Put:
-    """One that has ended stays as it is: a server that started later may believe that it runs."""
-
-    values: dict[str, Any]
-    rows: int = 1
-
-    async def apply(self, connection: AsyncConnection) -> None:
-        mine = EvictionRow.id == self.values["id"]
-        changed = await connection.execute(
-            update(EvictionRow).where(mine, EvictionRow.ended.is_(None)).values(self.values)
-        )
-        if changed.rowcount or await connection.scalar(select(EvictionRow.id).where(mine)):
-            return
-        await connection.execute(insert(EvictionRow).values(self.values))
-
-
-@dataclass(frozen=True, slots=True)
-class _Forget:
-    before: float
-    rows: int = 1
-
-    async def apply(self, connection: AsyncConnection) -> None:
-        await connection.execute(delete(EvictionRow).where(EvictionRow.ended < self.before))
+# What was read from SQL may be older than an end that was heard of so long ago.
+_OVER = 60.0
 
 
 class Evictions:
-    """Those that run, in memory and in SQL; ended ones are read from SQL. `wake(node)` ends the
-    long poll of a node that has something to do."""
+    """Those that run, in memory and in SQL; ended ones are in SQL. `wake(node)` ends the long poll
+    of a node that has something to do. `log_as`: this server's name in the change log; empty: it
+    has the database alone."""
 
     def __init__(
         self,
@@ -118,6 +67,7 @@ class Evictions:
         clock: Clock,
         retention: float,
         wake: Callable[[str], None],
+        log_as: str = "",
     ) -> None:
         self._cluster = cluster
         self._database = database
@@ -125,16 +75,31 @@ class Evictions:
         self._clock = clock
         self._retention = retention
         self._wake = wake
-        self._active: dict[str, _Eviction] = {}
+        self._log_as = log_as
+        self._active: dict[str, Eviction] = {}
+        self._making: dict[str, tuple[int, PutEviction]] = {}
+        """Those that SQL may not have yet, and the position of the writer with which it has."""
+        self._over: dict[str, float] = {}
+        """Those that ended lately, and when this server heard of it."""
 
     async def load(self) -> None:
-        """Take up what had not ended when the last process did."""
-        running = EvictionRow.state == EvictionState.RUNNING.value
-        for row in await self._database.rows(select(EvictionRow.__table__).where(running)):
-            self._active[row.id] = _loaded(row)
+        """Take up what SQL says runs, and let go of what doesn't. At start, and after the change
+        log was lost."""
+        before = set(self._active)
+        found = {eviction.id: eviction for eviction in await stored.running(self._database)}
+        for eviction_id in before.difference(found):
+            self._let_go(eviction_id)
+        for eviction in found.values():
+            self._admit(eviction)
 
-    async def create(self, asked: api.EvictionRequest) -> api.EvictionInfo:
-        """Raises `Missing` for nodes and models that nobody knows, `Busy`."""
+    async def create(
+        self, asked: api.EvictionRequest, idempotency_key: str | None = None
+    ) -> api.EvictionInfo:
+        """Raises `Missing` for nodes and models that nobody knows, `Conflict` where the idempotency
+        key was used for another request, `Busy`."""
+        digest = hashlib.sha256(asked.model_dump_json().encode()).digest()
+        if before := await self._same_request(idempotency_key, digest):
+            return before
         what = self._what(asked)
         if asked.nodes is None:
             nodes = [node.id for node in self._cluster.up()]
@@ -149,44 +114,57 @@ class Evictions:
             raise Busy(f"{keys} keys are to be evicted: try again later")
         self._writer.require_room()
         now = self._clock()
-        eviction = _Eviction(
+        info = api.EvictionInfo(
             id=f"{int(now * 1000):012x}-{secrets.token_hex(8)}",
             state=EvictionState.RUNNING,
             created=now,
             deadline=now + asked.deadline,
-            what=what,
-            nodes={node: api.NodeEviction(node=node) for node in nodes},
+            nodes=[api.NodeEviction(node=node) for node in nodes],
         )
-        self._active[eviction.id] = eviction
-        self._writer.put(_Put(eviction.row()))
-        for node in nodes:
-            self._wake(node)
+        write = PutEviction(info, what, idempotency_key, digest, self._log_as)
+        self._writer.put(write)
+        self._making[info.id] = self._writer.position, write
         await self._writer.flushed(_COMMIT_TIMEOUT)
-        return eviction.info()
+        self.settle()
+        if write.kept != info.id:
+            # Another request with this key was first, here or at another server.
+            before = await self._same_request(idempotency_key, digest)
+            if write.kept is None or before is None:
+                raise Busy("the database did not keep this eviction: ask again; the log says why")
+            return before
+        return info
+
+    async def _same_request(
+        self, idempotency_key: str | None, digest: bytes
+    ) -> api.EvictionInfo | None:
+        if idempotency_key is None:
+            return None
+        wanted = EvictionRow.idempotency_key == idempotency_key
+        rows = await self._database.rows(
+            select(EvictionRow.id, EvictionRow.request_digest).where(wanted)
+        )
+        if not rows:
+            return None
+        if rows[0].request_digest != digest:
+            raise Conflict(
+                f"this Idempotency-Key was used for eviction {rows[0].id}, which asks for "
+                "something else: use another key"
+            )
+        return await self.get(rows[0].id)
 
     async def get(self, eviction_id: str) -> api.EvictionInfo:
         self.expire()
-        if eviction_id in self._active:
-            return self._active[eviction_id].info()
         await self._writer.flushed(_COMMIT_TIMEOUT)
-        wanted = EvictionRow.id == eviction_id
-        rows = await self._database.rows(select(EvictionRow.__table__).where(wanted))
-        if not rows:
-            raise Missing(f"no eviction {eviction_id!r}, or it ended too long ago")
-        return _loaded(rows[0]).info()
+        found = await read_infos(self._database, EvictionRow.id == eviction_id, 1)
+        return _required(found[0] if found else None, eviction_id)
 
     async def page(self, after: str | None, limit: int) -> api.EvictionList:
         """Oldest first."""
         self.expire()
         await self._writer.flushed(_COMMIT_TIMEOUT)
-        rows = await self._database.rows(
-            select(EvictionRow.__table__)
-            .where(EvictionRow.id > (after or ""))
-            .order_by(EvictionRow.id)
-            .limit(limit + 1)
-        )
-        shown = [_loaded(row).info() for row in rows[:limit]]
-        return api.EvictionList(evictions=shown, next=shown[-1].id if len(rows) > limit else None)
+        found = await read_infos(self._database, EvictionRow.id > (after or ""), limit + 1)
+        shown = found[:limit]
+        return api.EvictionList(evictions=shown, next=shown[-1].id if len(found) > limit else None)
 
     def commands(self, node: Node) -> list[api.Command]:
         """What this node should drop and was not told of lately."""
@@ -195,7 +173,7 @@ class Evictions:
         due: list[api.Command] = []
         room = _MOST_KEYS_PER_POLL
         for eviction in self._active.values():
-            if not eviction.waits_for(node.id):
+            if node.id not in eviction.waiting:
                 continue
             when, to = eviction.offered.get(node.id, (0.0, ""))
             if to == node.incarnation and now - when < _REDELIVERY:
@@ -219,46 +197,86 @@ class Evictions:
     async def result(
         self, node_id: str, eviction_id: str, result: api.EvictionResult
     ) -> api.EvictionInfo:
-        """A node says what it did. Again, or too late: nothing changes. Raises `Missing`, or `Busy`
-        where another server runs it."""
+        """A node says what it did. Again, or too late: nothing changes. Raises `Missing`."""
         self._cluster.require_current(node_id, result.incarnation)
         self.expire()
-        eviction = self._active.get(eviction_id)
-        if eviction is None:
-            known = await self.get(eviction_id)
-            if not known.state.ended:
-                raise Busy(f"another server of this database runs eviction {eviction_id}: tell it")
-            return known
-        if node_id not in eviction.nodes:
+        detail = result.detail if result.dropped is None else ""
+        answer = api.NodeEviction(
+            node=node_id,
+            dropped=result.dropped,
+            detail=detail or ("" if result.dropped is not None else "it did not say why"),
+        )
+        write = AnswerEviction(eviction_id, answer, self._clock(), self._log_as)
+        self._writer.put(write)
+        self._answered(eviction_id, node_id)
+        await self._writer.flushed(_COMMIT_TIMEOUT)
+        info = _required(write.info, eviction_id)
+        if all(at.node != node_id for at in info.nodes):
             raise Missing(f"eviction {eviction_id} does not ask node {node_id!r}")
-        if eviction.waits_for(node_id):
-            detail = result.detail if result.dropped is None else ""
-            eviction.nodes[node_id] = api.NodeEviction(
-                node=node_id,
-                dropped=result.dropped,
-                detail=detail or ("" if result.dropped is not None else "it did not say why"),
-            )
-            if not any(eviction.waits_for(node) for node in eviction.nodes):
-                failed = any(node.dropped is None for node in eviction.nodes.values())
-                self._end(eviction, EvictionState.PARTIAL if failed else EvictionState.DONE)
-            else:
-                self._writer.put(_Put(eviction.row()))
-            await self._writer.flushed(_COMMIT_TIMEOUT)
-        return eviction.info()
+        return info
+
+    # ------------------------------------------------------------ the other servers
+
+    async def take_up(self, entries: Iterable[WorkEntry]) -> None:
+        """Of what the log says was made, what this server doesn't have."""
+        made = [
+            entry.id
+            for entry in entries
+            if isinstance(entry, EvictionMade) and entry.id not in self._active
+        ]
+        if made:
+            for eviction in await stored.running(self._database, made):
+                self._admit(eviction)
+
+    def follow(self, entry: WorkEntry, ours: bool) -> None:
+        """An entry of the log, by another server or (`ours`) this one: it took effect."""
+        match entry:
+            case EvictionAnswered():
+                self._answered(entry.id, entry.node)
+            case EvictionEnded():
+                self._let_go(entry.id)
+
+    # ------------------------------------------------------------ life
 
     def expire(self) -> None:
         """End what is past its deadline."""
         now = self._clock()
         for eviction in [e for e in self._active.values() if e.deadline <= now]:
-            self._end(eviction, EvictionState.EXPIRED)
+            self._let_go(eviction.id)
+            self._writer.put(ExpireEviction(eviction.id, now, self._log_as))
+
+    def settle(self) -> None:
+        """Take up what SQL has got by now, also where who asked waits no longer."""
+        for eviction_id, (position, write) in list(self._making.items()):
+            if self._writer.committed >= position:
+                del self._making[eviction_id]
+                if write.kept == eviction_id:
+                    waiting = {at.node for at in write.info.nodes}
+                    self._admit(Eviction(eviction_id, write.info.deadline, write.what, waiting))
 
     def forget_old(self) -> None:
-        self._writer.put(_Forget(self._clock() - self._retention))
+        now = self._clock()
+        self._over = {e: at for e, at in self._over.items() if now - at < _OVER}
+        self._writer.put(ForgetEvictions(now - self._retention))
 
-    def _end(self, eviction: _Eviction, state: EvictionState) -> None:
-        eviction.state, eviction.ended = state, self._clock()
-        del self._active[eviction.id]
-        self._writer.put(_Put(eviction.row()))
+    def _admit(self, eviction: Eviction) -> None:
+        """Have it in memory, unless it is there or, as this server heard meanwhile, over."""
+        if eviction.id in self._active or eviction.id in self._over or not eviction.waiting:
+            return
+        self._active[eviction.id] = eviction
+        for node in eviction.waiting:
+            self._wake(node)
+
+    def _answered(self, eviction_id: str, node: str) -> None:
+        eviction = self._active.get(eviction_id)
+        if eviction is not None:
+            eviction.waiting.discard(node)
+            if not eviction.waiting:
+                self._let_go(eviction_id)
+
+    def _let_go(self, eviction_id: str) -> None:
+        self._over[eviction_id] = self._clock()
+        self._active.pop(eviction_id, None)
 
     def _what(self, asked: api.EvictionRequest) -> dict[str, list[str]]:
         chunks = asked.chunks
@@ -278,14 +296,7 @@ class Evictions:
         }
 
 
-def _loaded(row: Any) -> _Eviction:
-    nodes = [api.NodeEviction.model_validate(node) for node in row.nodes]
-    return _Eviction(
-        id=row.id,
-        state=EvictionState(row.state),
-        created=row.created,
-        deadline=row.deadline,
-        what=row.what,
-        nodes={node.node: node for node in nodes},
-        ended=row.ended,
-    )
+def _required(info: api.EvictionInfo | None, eviction_id: str) -> api.EvictionInfo:
+    if info is None:
+        raise Missing(f"no eviction {eviction_id!r}, or it ended too long ago")
+    return info

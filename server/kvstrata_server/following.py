@@ -1,10 +1,15 @@
-"""What servers that share a database tell each other: written to its change log, and read there."""
+"""What servers that share a database tell each other: written to its change log, and read there.
+
+What nodes told another server is applied to the cluster. What became of transfers and evictions
+goes to those who keep them, also where this server wrote it: only then is it sure.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -12,15 +17,17 @@ from kvstrata import api
 from kvstrata.errors import Malformed
 from kvstrata.keys import Namespace
 from kvstrata_server.changes import (
-    Entry,
     Forgotten,
     Heard,
     Left,
     LogEntry,
+    NodeEntry,
     Registered,
     Reported,
     Seen,
-    decode,
+    WorkEntry,
+    decode_node,
+    decode_work,
     newer,
     newest,
 )
@@ -31,7 +38,7 @@ from kvstrata_server.index import HOST
 from kvstrata_server.places import PlaceChange
 from kvstrata_server.writer import Writer
 
-__all__ = ["LOG_RETENTION", "Follower"]
+__all__ = ["LOG_RETENTION", "Follower", "Work"]
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +49,21 @@ _INTERVAL = 0.2
 _PAGE = 200
 
 
+class Work(Protocol):
+    """What servers do together: each has in memory all that is not done."""
+
+    async def take_up(self, entries: Iterable[WorkEntry]) -> None:
+        """Read from SQL what is new by these, before they are followed."""
+        ...
+
+    def follow(self, entry: WorkEntry, ours: bool) -> None:
+        """This took effect, by this server (`ours`) or another. Twice does no harm."""
+        ...
+
+
 class Follower:
-    """`run` (to be supervised) applies entries by other servers to the cluster, in order;
-    `tell` writes who was heard here.
+    """`run` (to be supervised) applies entries by other servers to the cluster, in order, and those
+    by all servers to `work`; `tell` writes who was heard here.
 
     `name` is this server's in the log. `reload` drops and loads everything: called after the
     database was away for so long that entries may have been dropped unread.
@@ -58,6 +77,7 @@ class Follower:
         clock: Clock,
         name: str,
         reload: Callable[[], Awaitable[None]],
+        work: Sequence[Work] = (),
     ) -> None:
         self.position = 0
         """Id of the last entry that was read."""
@@ -67,6 +87,7 @@ class Follower:
         self._clock = clock
         self._name = name
         self._reload = reload
+        self._work = work
         self._read_at: float | None = None
         self._reading = asyncio.Lock()
 
@@ -92,10 +113,18 @@ class Follower:
             self._read_at = None
             await self._reload()
         rows = await self._database.rows(newer(self.position, _PAGE))
+        found = [(row.id, row.server == self._name, row.entry) for row in rows]
+        entries = [(number, ours, decode_work(raw), raw) for number, ours, raw in found]
+        if new := [entry for _, _, entry, _ in entries if entry is not None]:
+            for work in self._work:
+                await work.take_up(new)
         self._read_at = now
-        for number, server, entry in rows:
-            if server != self._name:
-                self._follow(number, entry)
+        for number, ours, entry, raw in entries:
+            if entry is not None:
+                for work in self._work:
+                    work.follow(entry, ours)
+            elif not ours:
+                self._follow(number, raw)
                 await asyncio.sleep(0)  # a snapshot takes milliseconds: let lookups in between
             self.position = number
         return len(rows) == _PAGE
@@ -118,12 +147,12 @@ class Follower:
 
     def _follow(self, number: int, raw: bytes) -> None:
         try:
-            self._apply(decode(raw))
+            self._apply(decode_node(raw))
         except (msgspec.MsgspecError, Malformed):
             # By a server of another version. Nodes make up for it: the next report is a gap.
             log.exception("entry %d of the change log can't be read: left out", number)
 
-    def _apply(self, entry: Entry) -> None:
+    def _apply(self, entry: NodeEntry) -> None:
         """Older news than the cluster has is left aside."""
         cluster = self._cluster
         match entry:

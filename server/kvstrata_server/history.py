@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, and_, func, or_, select
 
 from kvstrata import api
 from kvstrata.api import Outcome, TransferState
@@ -13,13 +14,35 @@ from kvstrata_server.database import Database
 from kvstrata_server.models import TransferChunkRow, TransferRow
 from kvstrata_server.transfer import Transfer
 
-__all__ = ["by_id", "by_idempotency_key", "page", "unended"]
+__all__ = ["by_id", "by_idempotency_key", "page", "summary", "unended", "untold"]
 
+# Longest that a request may ask a target to hold what it brought.
+_MOST_HOLD = 3600.0
 _UNENDED = [state.value for state in TransferState if not state.ended]
 
 
-async def unended(database: Database) -> list[Transfer]:
-    return await _whole(database, TransferRow.state.in_(_UNENDED))
+async def unended(database: Database, among: Sequence[str] | None = None) -> list[Transfer]:
+    """Of those with these ids; None: all."""
+    condition: ColumnElement[bool] = TransferRow.state.in_(_UNENDED)
+    if among is not None:
+        condition = and_(condition, TransferRow.id.in_(among))
+    return await _whole(database, condition)
+
+
+async def untold(database: Database, now: float, notice: float) -> list[tuple[str, str, float]]:
+    """(id, target, until) of those whose target may still have to be told that they are over:
+    for `notice` seconds that they were cancelled or expired, or that a hold was released."""
+    held = TransferRow.ended - TransferRow.hold
+    stopped = TransferRow.state.in_([TransferState.CANCELLED.value, TransferState.EXPIRED.value])
+    rows = await database.rows(
+        select(TransferRow.id, TransferRow.target, TransferRow.ended, TransferRow.hold).where(
+            or_(
+                and_(stopped, TransferRow.ended > now - notice),
+                and_(TransferRow.hold < 0, held > now, TransferRow.ended > now - _MOST_HOLD),
+            )
+        )
+    )
+    return [(row.id, row.target, row.ended + max(-row.hold, notice)) for row in rows]
 
 
 async def by_id(database: Database, transfer_id: str) -> Transfer | None:
@@ -32,6 +55,12 @@ async def by_idempotency_key(database: Database, key: str) -> Transfer | None:
     return found[0] if found else None
 
 
+async def summary(database: Database, transfer_id: str) -> api.TransferSummary | None:
+    """Counts instead of keys."""
+    rows = await database.rows(select(TransferRow.__table__).where(TransferRow.id == transfer_id))
+    return (await _summaries(database, rows))[0] if rows else None
+
+
 async def page(database: Database, after: str | None, limit: int) -> api.TransferList:
     """In order of creation, counts instead of keys."""
     rows = await database.rows(
@@ -41,33 +70,37 @@ async def page(database: Database, after: str | None, limit: int) -> api.Transfe
         .limit(limit + 1)
     )
     shown = rows[:limit]
+    return api.TransferList(
+        transfers=await _summaries(database, shown),
+        next=shown[-1].id if len(rows) > limit else None,
+    )
+
+
+async def _summaries(database: Database, rows: Sequence[Any]) -> list[api.TransferSummary]:
     counts: dict[str, dict[Outcome, int]] = {}
     counted = await database.rows(
         select(TransferChunkRow.transfer_id, TransferChunkRow.outcome, func.count())
-        .where(TransferChunkRow.transfer_id.in_([row.id for row in shown]))
+        .where(TransferChunkRow.transfer_id.in_([row.id for row in rows]))
         .group_by(TransferChunkRow.transfer_id, TransferChunkRow.outcome)
     )
     for transfer_id, outcome, count in counted:
         counts.setdefault(transfer_id, {})[Outcome(outcome)] = count
-    return api.TransferList(
-        transfers=[
-            api.TransferSummary(
-                id=row.id,
-                state=TransferState(row.state),
-                source=row.source,
-                target=row.target,
-                priority=row.priority,
-                created=row.created,
-                deadline=row.deadline,
-                ended=row.ended,
-                detail=row.detail,
-                bytes=row.moved_bytes,
-                counts=counts.get(row.id, {}),
-            )
-            for row in shown
-        ],
-        next=shown[-1].id if len(rows) > limit else None,
-    )
+    return [
+        api.TransferSummary(
+            id=row.id,
+            state=TransferState(row.state),
+            source=row.source,
+            target=row.target,
+            priority=row.priority,
+            created=row.created,
+            deadline=row.deadline,
+            ended=row.ended,
+            detail=row.detail,
+            bytes=row.moved_bytes,
+            counts=counts.get(row.id, {}),
+        )
+        for row in rows
+    ]
 
 
 async def _whole(database: Database, condition: Any) -> list[Transfer]:

@@ -176,6 +176,7 @@ class TransferRow(Base):
     deadline: Mapped[float] = mapped_column(Double)
     ended: Mapped[float | None] = mapped_column(Double, index=True)
     hold: Mapped[float] = mapped_column(Double)
+    """Seconds after its end; negative: given up before, by request."""
     byte_budget: Mapped[int | None] = mapped_column(BigInteger)
     free_only: Mapped[bool] = mapped_column(Boolean)
     moved_bytes: Mapped[int] = mapped_column(BigInteger)
@@ -212,6 +213,8 @@ class EvictionRow(Base):
     """Keys, namespaces and tiers, while it runs."""
     nodes: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
     """What each node dropped."""
+    idempotency_key: Mapped[str | None] = mapped_column(String(255), unique=True)
+    request_digest: Mapped[bytes | None] = mapped_column(LargeBinary(32))
 
 
 class QuotaRow(Base):

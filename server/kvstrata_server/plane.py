@@ -55,6 +55,7 @@ class ControlState:
         self.rate = RateLimit(settings.rate_limit, 2 * settings.rate_limit, clock)
         self.writer = Writer(self.database)
         name = secrets.token_hex(8)
+        log_as = name if self.database.shared else ""
         self.index = PlacementIndex(shared_ids=self.database.shared)
         self.feed = Feed()
         self.places = WatchedPlaces(self.index, self.feed)
@@ -66,10 +67,7 @@ class ControlState:
             self.metrics,
             clock,
             settings.heartbeat_ttl,
-            log_as=name if self.database.shared else "",
-        )
-        self.follower = Follower(
-            self.cluster, self.database, self.writer, clock, name, self._reload
+            log_as=log_as,
         )
         self.hot = HotPrefixes(self.writer, clock)
         self.evictions = Evictions(
@@ -79,6 +77,7 @@ class ControlState:
             clock,
             settings.transfer_retention,
             lambda node: self.transfers.wake(node),
+            log_as,
         )
         self.instances = Instances(self.cluster)
         self.transfers = Scheduler(
@@ -90,6 +89,16 @@ class ControlState:
             settings.transfer_retention,
             Turns(settings.transfers_per_node, settings.transfers_per_link),
             self.evictions.commands,
+            log_as,
+        )
+        self.follower = Follower(
+            self.cluster,
+            self.database,
+            self.writer,
+            clock,
+            name,
+            self._reload,
+            (self.transfers, self.evictions),
         )
         self.ready = False
         self._tasks = Supervisor()
@@ -167,6 +176,7 @@ class ControlState:
         while True:
             self.transfers.expire()
             self.evictions.expire()
+            self.evictions.settle()
             self.transfers.sweep()
             self.follower.tell()
             self.hot.flush()
@@ -192,6 +202,8 @@ class ControlState:
         self.cluster.clear()
         await self.follower.begin()
         await load(self.cluster, self.database)
+        await self.transfers.load()
+        await self.evictions.load()
         self.ready = True
 
 

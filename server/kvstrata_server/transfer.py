@@ -10,9 +10,12 @@ from typing import Any
 from kvstrata import api
 from kvstrata.api import Outcome, TransferState
 from kvstrata.keys import Key
-from kvstrata_server.writes import ChunkOutcome, PutTransfer, UpdateTransfer
+from kvstrata_server.transfer_writes import ChunkOutcome, PutTransfer, final_state
 
 __all__ = ["Transfer"]
+
+# Their targets are told to give up what they brought.
+_STOPPED = (TransferState.CANCELLED, TransferState.EXPIRED)
 
 
 @dataclass(slots=True)
@@ -43,12 +46,18 @@ class Transfer:
     """Incarnation of the target that said it works on this."""
     offered: float | None = None
     offered_to: str | None = None
+    waits_for: str = ""
+    """The source that it would pull from by its last plan; empty: not planned, or none."""
+    planned: float = 0.0
 
     @property
     def holds_until(self) -> float:
-        """When the target gives up what it keeps leased of this; 0 while it runs, or of none."""
+        """When the target gives up what it keeps leased of this; 0 while it runs, of none, and of
+        what it was told to give up: a `hold` that was released is negative."""
+        if self.ended is None or self.hold <= 0 or self.state in _STOPPED:
+            return 0.0
         held = any(o in (Outcome.STORED, Outcome.PRESENT) for o in self.outcomes)
-        return self.ended + self.hold if self.ended is not None and held else 0.0
+        return self.ended + self.hold if held else 0.0
 
     def is_due(self, incarnation: str, now: float, redelivery: float) -> bool:
         """Whether this incarnation should be handed the command (again)."""
@@ -75,19 +84,14 @@ class Transfer:
                 changed.append(i)
         return changed
 
-    def settle(self, rest: Outcome) -> list[int]:
-        """Give keys without an outcome this one; returns their positions."""
-        pending = [i for i, outcome in enumerate(self.outcomes) if outcome is Outcome.PENDING]
-        for i in pending:
-            self.outcomes[i] = rest
-        return pending
-
-    def final_state(self) -> TransferState:
-        """What final progress makes of it."""
+    def end(self, state: TransferState | None, detail: str, now: float) -> None:
+        """It is over, by its target (None: as its outcomes say) or not; keys without an outcome
+        get one."""
+        rest = Outcome.FAILED if state is None else Outcome.CANCELLED
+        self.outcomes = [rest if o is Outcome.PENDING else o for o in self.outcomes]
         here = sum(o in (Outcome.STORED, Outcome.PRESENT) for o in self.outcomes)
-        if here == len(self.keys):
-            return TransferState.DONE
-        return TransferState.PARTIAL if here else TransferState.FAILED
+        self.state = state or final_state(len(self.keys), here)
+        self.detail, self.ended = detail, now
 
     # ------------------------------------------------------------ as messages and rows
 
@@ -117,7 +121,7 @@ class Transfer:
             router_hint=self.hints.get("router_hint", {}),
         )
 
-    def row(self) -> PutTransfer:
+    def row(self, log_as: str) -> PutTransfer:
         return PutTransfer(
             id=self.id,
             state=self.state.value,
@@ -132,20 +136,11 @@ class Transfer:
             hints=self.hints,
             idempotency_key=self.idempotency_key,
             request_digest=self.request_digest,
-            chunks=self._chunks(range(len(self.keys))),
+            chunks=self.chunks(range(len(self.keys))),
+            log_as=log_as,
         )
 
-    def update(self, positions: Iterable[int]) -> UpdateTransfer:
-        return UpdateTransfer(
-            id=self.id,
-            state=self.state.value,
-            ended=self.ended,
-            bytes=self.bytes,
-            detail=self.detail,
-            chunks=self._chunks(positions),
-        )
-
-    def _chunks(self, positions: Iterable[int]) -> list[ChunkOutcome]:
+    def chunks(self, positions: Iterable[int]) -> list[ChunkOutcome]:
         return [
             ChunkOutcome(i, self.keys[i], self.outcomes[i].value, self.sources[i])
             for i in positions

@@ -30,7 +30,10 @@ class Turn:
 class Turns:
     """Which are under way, and between which nodes.
 
-    At most `per_node` run at one target, and `per_link` from one source to one target.
+    At most `per_node` run at one target, and `per_link` from one source to one target. Of servers
+    that share a database each counts what it started, and what targets said elsewhere that they
+    took. A target asks one server at a time, so both bounds hold, but for the moment after it went
+    to another: that one may start as many again as were handed out and not taken yet.
     """
 
     def __init__(self, per_node: int, per_link: int) -> None:
@@ -42,9 +45,21 @@ class Turns:
         self._now = 0.0
         self._finish: dict[str, float] = {}
 
+    def __contains__(self, transfer: str) -> bool:
+        """Whether it is under way."""
+        return transfer in self._running
+
     def has_room(self, target: str) -> bool:
         """Whether another one may start at this node."""
         return self._at[target] < self._per_node
+
+    def is_busy(self, source: str, target: str) -> bool:
+        """Whether this link carries all it may. A source that isn't known (empty) is none."""
+        return bool(source) and self._on[source, target] >= self._per_link
+
+    def source(self, transfer: str) -> str:
+        """Of the link that it is counted at; empty: not known, or not under way."""
+        return self._running.get(transfer, ("", ""))[0]
 
     def in_order(self, waiting: Iterable[Turn]) -> Iterator[Turn]:
         """All of them, those first whose turn it is, as if each were started when it is given."""
@@ -70,11 +85,24 @@ class Turns:
 
     def start(self, turn: Turn, source: str, target: str) -> bool:
         """Count it as under way; False if node or link have no room. Again is harmless."""
-        if turn.id in self._running:
-            return True
-        link = (source, target)
-        if not self.has_room(target) or (source and self._on[link] >= self._per_link):
+        if turn.id not in self and not (self.has_room(target) and not self.is_busy(source, target)):
             return False
+        self.count(turn, source, target)
+        return True
+
+    def count(self, turn: Turn, source: str, target: str) -> None:
+        """It is under way, room or not: another server started it, or this one before it ended.
+
+        Again is harmless, and may say which link it is, if that was not known.
+        """
+        link = (source, target)
+        known = self._running.get(turn.id)
+        if known is not None:
+            if source and not known[0]:
+                self._running[turn.id] = link
+                self._on[known] -= 1
+                self._on[link] += 1
+            return
         self._running[turn.id] = link
         self._at[target] += 1
         self._on[link] += 1
@@ -83,7 +111,6 @@ class Turns:
         # Those that ended before now are where a tenant that is new would start.
         self._finish = {t: f for t, f in self._finish.items() if f > self._now}
         self._finish[turn.tenant] = start + turn.cost
-        return True
 
     def end(self, transfer: str) -> None:
         """It is over, or was never under way."""

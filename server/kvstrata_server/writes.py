@@ -1,4 +1,4 @@
-"""What the index and the scheduler write to SQL, one small class a change.
+"""What the index writes to SQL, one small class a change.
 
 A write is immutable and idempotent: applied twice it leaves the same rows. Its `rows` is about
 how many rows it touches, which is what the writer's queue is bounded by.
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sqlalchemy import Table, bindparam, delete, select, update
+from sqlalchemy import Table, delete, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -22,25 +22,22 @@ from kvstrata_server.models import (
     NamespaceRow,
     NodeRow,
     StoreRow,
-    TransferChunkRow,
     TransferRow,
 )
 
 __all__ = [
-    "ChunkOutcome",
     "CountHits",
     "DropLocation",
     "DropNode",
-    "ForgetTransfers",
     "Hit",
     "PutLocation",
     "PutNamespace",
     "PutNode",
     "PutStore",
-    "PutTransfer",
     "SetSeq",
-    "UpdateTransfer",
     "Write",
+    "many",
+    "table_of",
 ]
 
 # SQLAlchemy prepares parameters on the event loop, about 3 us a row: this many, then others run.
@@ -131,7 +128,7 @@ class DropLocation:
     rows: int = 1
 
     async def apply(self, connection: AsyncConnection) -> None:
-        table = _table(LocationRow)
+        table = table_of(LocationRow)
         await connection.execute(delete(table).where(table.c.id == self.id))
 
 
@@ -143,7 +140,7 @@ class DropNode:
     rows: int = 1
 
     async def apply(self, connection: AsyncConnection) -> None:
-        nodes, transfers = _table(NodeRow), _table(TransferRow)
+        nodes, transfers = table_of(NodeRow), table_of(TransferRow)
         kept = select(transfers.c.id).where(transfers.c.target == self.id).exists()
         await connection.execute(delete(nodes).where(nodes.c.id == self.id, ~kept))
 
@@ -175,7 +172,7 @@ class CountHits:
         return len(self.hits)
 
     async def apply(self, connection: AsyncConnection) -> None:
-        table = _table(HotPrefixRow)
+        table = table_of(HotPrefixRow)
         statement: Any = _INSERT[connection.dialect.name](table)
         excluded = statement.excluded
         statement = statement.on_conflict_do_update(
@@ -198,7 +195,7 @@ class CountHits:
             }
             for hit in self.hits
         ]
-        await _many(connection, statement, rows)
+        await many(connection, statement, rows)
         await connection.execute(delete(table).where(table.c.last_hit < self.forget_before))
 
 
@@ -212,7 +209,7 @@ class SetSeq:
     rows: int = 1
 
     async def apply(self, connection: AsyncConnection) -> None:
-        table = _table(NodeRow)
+        table = table_of(NodeRow)
         await connection.execute(
             update(table)
             .where(table.c.id == self.node, table.c.incarnation == self.incarnation)
@@ -220,126 +217,8 @@ class SetSeq:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkOutcome:
-    position: int
-    key: Key
-    outcome: str
-    source: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class PutTransfer:
-    id: str
-    state: str
-    source: str
-    target: str
-    priority: int
-    created: float
-    deadline: float
-    hold: float
-    byte_budget: int | None
-    free_only: bool
-    hints: Mapping[str, Any]
-    idempotency_key: str | None
-    request_digest: bytes
-    chunks: Sequence[ChunkOutcome]
-
-    @property
-    def rows(self) -> int:
-        return 1 + len(self.chunks)
-
-    async def apply(self, connection: AsyncConnection) -> None:
-        row = {
-            "id": self.id,
-            "state": self.state,
-            "source": self.source,
-            "target": self.target,
-            "priority": self.priority,
-            "created": self.created,
-            "deadline": self.deadline,
-            "ended": None,
-            "hold": self.hold,
-            "byte_budget": self.byte_budget,
-            "free_only": self.free_only,
-            "moved_bytes": 0,
-            "detail": "",
-            "hints": dict(self.hints),
-            "idempotency_key": self.idempotency_key,
-            "request_digest": self.request_digest,
-        }
-        await _upsert(connection, TransferRow, [row], ())
-        chunks = [
-            {
-                "transfer_id": self.id,
-                "position": c.position,
-                "key": c.key,
-                "outcome": c.outcome,
-                "source": c.source,
-            }
-            for c in self.chunks
-        ]
-        await _upsert(connection, TransferChunkRow, chunks, ())
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateTransfer:
-    """The transfer as it stands, and those of its chunks that changed. One that has ended stays as
-    it is: a server that started meanwhile may believe that it goes on."""
-
-    id: str
-    state: str
-    ended: float | None
-    bytes: int
-    detail: str
-    chunks: Sequence[ChunkOutcome] = ()
-
-    @property
-    def rows(self) -> int:
-        return 1 + len(self.chunks)
-
-    async def apply(self, connection: AsyncConnection) -> None:
-        transfers, chunks = _table(TransferRow), _table(TransferChunkRow)
-        found = await connection.execute(
-            update(transfers)
-            .where(transfers.c.id == self.id, transfers.c.ended.is_(None))
-            .values(state=self.state, ended=self.ended, moved_bytes=self.bytes, detail=self.detail)
-        )
-        if not found.rowcount:
-            return
-        statement = (
-            update(chunks)
-            .where(
-                chunks.c.transfer_id == bindparam("of_transfer"),
-                chunks.c.position == bindparam("at_position"),
-            )
-            .values(outcome=bindparam("outcome"), source=bindparam("source"))
-        )
-        rows = [
-            {
-                "of_transfer": self.id,
-                "at_position": c.position,
-                "outcome": c.outcome,
-                "source": c.source,
-            }
-            for c in self.chunks
-        ]
-        await _many(connection, statement, rows)
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetTransfers:
-    """Those that ended before a time; their chunks go with them."""
-
-    before: float
-    rows: int = 1
-
-    async def apply(self, connection: AsyncConnection) -> None:
-        table = _table(TransferRow)
-        await connection.execute(delete(table).where(table.c.ended < self.before))
-
-
-def _table(model: type[Base]) -> Table:
+def table_of(model: type[Base]) -> Table:
+    """For statements that give plain rows."""
     table = model.__table__
     if not isinstance(table, Table):
         raise TypeError(f"{model.__name__} is not mapped to a table")
@@ -353,7 +232,7 @@ async def _upsert(
     replaced: Sequence[str],
 ) -> None:
     """Insert; where the primary key is there already, replace these columns or leave it."""
-    table = _table(model)
+    table = table_of(model)
     statement: Any = _INSERT[connection.dialect.name](table)
     primary = [column.name for column in table.primary_key]
     if replaced:
@@ -362,11 +241,12 @@ async def _upsert(
         )
     else:
         statement = statement.on_conflict_do_nothing(index_elements=primary)
-    await _many(connection, statement, rows)
+    await many(connection, statement, rows)
 
 
-async def _many(
+async def many(
     connection: AsyncConnection, statement: Any, rows: Sequence[Mapping[str, Any]]
 ) -> None:
+    """One statement for each row."""
     for start in range(0, len(rows), _SLICE):
         await connection.execute(statement, list(rows[start : start + _SLICE]))

@@ -1,14 +1,9 @@
 """Several servers on one PostgreSQL: what one is told the others know, and any of them may die."""
 
-import asyncio
-import os
-import re
 import signal
-import subprocess
-import sys
-from contextlib import asynccontextmanager
 
 import pytest
+from replicas_kit import USE, Process, beat, told, two, until
 from server_kit import NAMESPACE, TTL, TurnedClock, held, host, join, keys, report, running, store
 from sqlalchemy import text
 
@@ -16,30 +11,6 @@ from kvstrata import api
 from kvstrata.control import ControlPlane
 from kvstrata.errors import Busy, Expired, KVStrataError, Missing
 from kvstrata_server.database import Database
-
-PROGRAM = "import sys; from kvstrata_server.app import main; sys.exit(main(sys.argv[1:]))"
-USE = api.HostUse(used_bytes=5, capacity_bytes=10, chunks=1)
-
-
-def beat(incarnation="i1", **more):
-    return api.HeartbeatRequest(incarnation=incarnation, host=USE, **more)
-
-
-@asynccontextmanager
-async def two(address):
-    clock = TurnedClock()
-    async with running(address, clock) as first, running(address, clock) as second:
-        yield first, second
-
-
-async def told(*servers):
-    """Until each has written what it knows and read what the others wrote."""
-    for server in servers:
-        server.state.follower.tell()
-        await server.state.writer.flushed(10)
-    for server in servers:
-        while await server.state.follower.read():
-            pass
 
 
 async def test_what_one_is_told_the_other_answers(postgres_address):
@@ -129,32 +100,6 @@ async def test_late_words_of_one_do_not_undo_what_another_was_told(postgres_addr
         assert sorted(row[0].hex() for row in rows) == keys(1, 2)
 
 
-async def test_what_one_schedules_another_does_not_pretend_to_end(postgres_address):
-    async with two(postgres_address) as (first, second):
-        await join(first.control, "a")
-        await told(first, second)
-        asked = api.TransferRequest(target="a", keys=keys(0))
-        transfer = await first.control.create_transfer(asked)
-        eviction = await first.control.create_eviction(
-            api.EvictionRequest(chunks=api.OfKeys(keys=keys(0)), nodes=["a"])
-        )
-        progress = api.Progress(incarnation="i1", transfer=transfer.id, final=True)
-        dropped = api.EvictionResult(incarnation="i1", dropped={"host": 0})
-        with pytest.raises(Busy, match="another server"):
-            await second.control.progress("a", progress)
-        with pytest.raises(Busy, match="another server"):
-            await second.control.cancel_transfer(transfer.id)
-        with pytest.raises(Busy, match="another server"):
-            await second.control.eviction_result("a", eviction.id, dropped)
-        assert (await second.control.get_transfer(transfer.id)).state is api.TransferState.QUEUED
-        await first.control.progress("a", progress)
-        await first.control.eviction_result("a", eviction.id, dropped)
-        assert (await second.control.get_transfer(transfer.id)).state is api.TransferState.FAILED
-        assert (await second.control.eviction(eviction.id)).state is api.EvictionState.DONE
-        ended = await second.control.eviction_result("a", eviction.id, dropped)
-        assert ended.state is api.EvictionState.DONE
-
-
 async def test_what_has_ended_is_not_ended_again_by_who_started_later(postgres_address):
     clock = TurnedClock()
     async with running(postgres_address, clock) as first:
@@ -236,35 +181,6 @@ async def test_who_could_not_read_for_long_loads_everything_again(postgres_addre
         assert second.state.index.keys_at(second.state.places.location("a", None)) == [
             NAMESPACE.key(0, bytes(8))
         ]
-
-
-class Process:
-    def __init__(self, address):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, "--listen", "127.0.0.1:0", "--database", address],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "KVSTRATA_SERVER_HEARTBEAT_TTL": "60"},
-            text=True,
-        )
-        found = re.search(r"http://\S+", self.process.stdout.readline())
-        assert found, "the server did not start"
-        self.url = found[0]
-
-    def end(self, how=signal.SIGTERM):
-        self.process.send_signal(how)
-        self.process.wait(20)
-        self.process.stdout.close()
-
-
-async def until(condition, seconds):
-    """Seconds it took."""
-    loop = asyncio.get_running_loop()
-    started = loop.time()
-    async with asyncio.timeout(seconds):
-        while not await condition():  # noqa: ASYNC110 - another process
-            await asyncio.sleep(0.02)
-    return loop.time() - started
 
 
 async def test_one_is_killed_and_the_other_has_it_all_within_two_seconds(postgres_address):
