@@ -100,6 +100,23 @@ class _Calls:
         return _Call("POST", path, api.EvictionInfo, result)
 
     @staticmethod
+    def store_result(node: str, order: str, result: api.StoreResult) -> _Call[api.OrderReply]:
+        path = _node(node, f"/orders/{quote(order, safe='')}")
+        return _Call("POST", path, api.OrderReply, result)
+
+    @staticmethod
+    def drain(node: str, request: api.DrainRequest) -> _Call[api.DrainInfo]:
+        return _Call("POST", _node(node, "/drain"), api.DrainInfo, request)
+
+    @staticmethod
+    def drain_of(node: str) -> _Call[api.DrainInfo]:
+        return _Call("GET", _node(node, "/drain"), api.DrainInfo)
+
+    @staticmethod
+    def cancel_drain(node: str) -> _Call[api.DrainInfo]:
+        return _Call("DELETE", _node(node, "/drain"), api.DrainInfo)
+
+    @staticmethod
     def create_eviction(request: api.EvictionRequest) -> _Call[api.EvictionInfo]:
         return _Call("POST", "/v1/evictions", api.EvictionInfo, request)
 
@@ -303,6 +320,19 @@ class ControlPlane(_Client):
     ) -> api.EvictionInfo:
         return await self._run(_Calls.eviction_result(node, eviction, result))
 
+    async def store_result(self, node: str, order: str, result: api.StoreResult) -> api.OrderReply:
+        return await self._run(_Calls.store_result(node, order, result))
+
+    async def drain(self, node: str, request: api.DrainRequest) -> api.DrainInfo:
+        return await self._run(_Calls.drain(node, request))
+
+    async def drain_of(self, node: str) -> api.DrainInfo:
+        return await self._run(_Calls.drain_of(node))
+
+    async def cancel_drain(self, node: str) -> api.DrainInfo:
+        """The node takes new chunks again, also if it was drained already."""
+        return await self._run(_Calls.cancel_drain(node))
+
     async def create_eviction(self, request: api.EvictionRequest) -> api.EvictionInfo:
         return await self._run(_Calls.create_eviction(request))
 
@@ -383,6 +413,15 @@ class SyncControlPlane(_Client):
         except httpx.TransportError as e:
             raise self._broken(e) from e
         return self._parse(call, response)
+
+    def drain(self, node: str, request: api.DrainRequest) -> api.DrainInfo:
+        return self._run(_Calls.drain(node, request))
+
+    def drain_of(self, node: str) -> api.DrainInfo:
+        return self._run(_Calls.drain_of(node))
+
+    def cancel_drain(self, node: str) -> api.DrainInfo:
+        return self._run(_Calls.cancel_drain(node))
 
     def create_eviction(self, request: api.EvictionRequest) -> api.EvictionInfo:
         return self._run(_Calls.create_eviction(request))
