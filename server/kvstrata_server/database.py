@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
+import logging
 import os
 from collections.abc import AsyncIterator
 from functools import partial
@@ -24,11 +26,16 @@ from sqlalchemy.exc import (
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from kvstrata.errors import ConfigError
+from kvstrata_server.reads import Reads
 
 __all__ = ["Database", "alembic_config", "may_pass", "migrations_dir"]
 
+log = logging.getLogger(__name__)
+
 _STREAM_ROWS = 10_000
 _SCAN_ROWS = 50_000
+_READ_SECONDS = 5.0
+_CLOSE_SECONDS = 5.0
 # Any number that nothing else in the database locks: "kvstrata" in ASCII.
 _LOCK = text("SELECT pg_advisory_xact_lock(7743121206571627617)")
 
@@ -75,6 +82,9 @@ class Database:
             )
         self.shared = backend == "postgresql"
         """Whether other servers may use it at the same time."""
+        self._reads = Reads(self.engine, may_pass, statement_timeout=self.shared)
+        self.read_seconds = _READ_SECONDS
+        """How long a read may take."""
         if not self.shared:
             event.listen(
                 self.engine.sync_engine, "connect", partial(_set_pragmas, int(busy_timeout * 1000))
@@ -129,7 +139,8 @@ class Database:
         self._lock = lock
 
     async def stream(self, select: Executable) -> AsyncIterator[list[Any]]:
-        """Rows in parts, so that a big table neither fills memory nor holds the loop."""
+        """Rows in parts, so that a big table neither fills memory nor holds the loop; as long as
+        it takes."""
         async with self.engine.connect() as connection:
             result = await connection.stream(select)
             async for part in result.partitions(_STREAM_ROWS):
@@ -148,11 +159,25 @@ class Database:
                     yield part
 
     async def rows(self, select: Executable) -> list[Any]:
-        async with self.engine.connect() as connection:
-            return list((await connection.execute(select)).all())
+        """All of them. Raises `Busy` after `read_seconds`, and where the database may give them
+        later."""
+
+        async def read(connection: AsyncConnection) -> list[Any]:
+            rows: list[Any] = []
+            for part in (await connection.execute(select)).partitions(_STREAM_ROWS):
+                rows += part
+                await asyncio.sleep(0)
+            return rows
+
+        return await self._reads.run(read, self.read_seconds)
 
     async def close(self) -> None:
-        await self.engine.dispose()
+        await self._reads.close(_CLOSE_SECONDS)
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self.engine.dispose()
+        except TimeoutError:
+            log.warning("the database does not answer: its connections end with this process")
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -17,7 +17,7 @@ from typing import Any
 from sqlalchemy import insert, select, update
 from sqlalchemy.exc import DBAPIError
 
-from kvstrata.errors import ConfigError, Missing
+from kvstrata.errors import Busy, ConfigError, Missing
 from kvstrata_server.clock import Clock
 from kvstrata_server.database import Database
 from kvstrata_server.models import TokenRow
@@ -64,7 +64,7 @@ class Tokens:
         return self._root is not None or bool(self._known)
 
     async def refresh(self) -> None:
-        """Raises `sqlalchemy.exc.DBAPIError` if the database can't be read."""
+        """Raises `Busy` or `sqlalchemy.exc.DBAPIError` if the database can't be read."""
         rows = await self._database.rows(select(TokenRow.__table__))
         self._known = {row.id: (row.digest, _info(row)) for row in rows}
 
@@ -74,7 +74,7 @@ class Tokens:
             await asyncio.sleep(REFRESH)
             try:
                 await self.refresh()
-            except DBAPIError:
+            except (Busy, DBAPIError):
                 continue  # the writer says in health what is wrong with it
 
     def identify(self, given: str) -> Identity | None:

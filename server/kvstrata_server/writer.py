@@ -28,11 +28,17 @@ log = logging.getLogger(__name__)
 class Writer:
     """A bounded queue of writes, and the loop (`run`, to be supervised) that commits them.
 
-    `max_rows` bounds the queue; a single change may go past it, so that big ones fit at all.
+    `max_rows` bounds the queue; a single change may go past it, so that big ones fit at all. A
+    batch that isn't committed after `batch_seconds` is tried again on a new connection: one that
+    leads nowhere any more can take a quarter of an hour to say so.
     """
 
     def __init__(
-        self, database: Database, max_rows: int = 1_000_000, batch_rows: int = 50_000
+        self,
+        database: Database,
+        max_rows: int = 1_000_000,
+        batch_rows: int = 50_000,
+        batch_seconds: float = 60.0,
     ) -> None:
         self.problem = ""
         """Why the last attempt to write failed; empty if it didn't."""
@@ -41,6 +47,7 @@ class Writer:
         self._database = database
         self._max_rows = max_rows
         self._batch_rows = batch_rows
+        self._batch_seconds = batch_seconds
         self._queue: deque[tuple[Write, ...]] = deque()
         self._rows = 0
         self.position = 0
@@ -103,11 +110,12 @@ class Writer:
                 self._filled.clear()
                 await self._filled.wait()
             try:
-                await self.write_batch()
+                async with asyncio.timeout(self._batch_seconds):
+                    await self.write_batch()
             except (DBAPIError, OSError, TimeoutError) as e:
                 if not may_pass(e):
                     raise
-                self.problem = str(getattr(e, "orig", e)) or type(e).__name__
+                self.problem = str(getattr(e, "orig", e)) or "it does not answer"
                 log.warning(
                     "the database takes no writes, %d rows wait: %s", self._rows, self.problem
                 )

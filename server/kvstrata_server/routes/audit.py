@@ -18,7 +18,7 @@ router = APIRouter(prefix="/v1/audit", tags=["audit"])
 @router.get(
     "",
     summary="Read who changed what",
-    responses=responses(),
+    responses=responses(503),
     openapi_extra=example("list_audit"),
 )
 async def list_audit(

@@ -51,7 +51,7 @@ async def create_lease(
 @router.get(
     "/{lease_id}",
     summary="See what a lease holds",
-    responses=responses(404),
+    responses=responses(404, 503),
     openapi_extra=example("get_lease"),
 )
 async def get_lease(lease_id: LeaseId, state: State, who: Who) -> api.LeaseInfo:

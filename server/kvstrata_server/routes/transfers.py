@@ -53,7 +53,7 @@ async def create_transfer(
 @router.get(
     "",
     summary="List transfers",
-    responses=responses(),
+    responses=responses(503),
     openapi_extra=example("list_transfers"),
 )
 async def list_transfers(state: State, after: After = None, limit: Limit = 100) -> api.TransferList:
@@ -64,7 +64,7 @@ async def list_transfers(state: State, after: After = None, limit: Limit = 100) 
 @router.get(
     "/{transfer_id}",
     summary="See what became of a transfer",
-    responses=responses(404),
+    responses=responses(404, 503),
     openapi_extra=example("get_transfer"),
 )
 async def get_transfer(transfer_id: TransferId, state: State, who: Who) -> api.TransferInfo:
