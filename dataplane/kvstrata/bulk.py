@@ -17,7 +17,19 @@ from msgspec import Meta
 from kvstrata.errors import Malformed
 from kvstrata.keys import DIGEST_BYTES, MAX_HASH_BYTES, Key, split_key
 
-__all__ = ["MEDIA_TYPE", "BulkChange", "BulkLookup", "BulkReport", "KeyRun", "runs_of"]
+__all__ = [
+    "MAX_TOKENS",
+    "MEDIA_TYPE",
+    "BulkChange",
+    "BulkLookup",
+    "BulkModelLookup",
+    "BulkModelTokens",
+    "BulkNamespaceLookup",
+    "BulkNamespaceTokens",
+    "BulkReport",
+    "KeyRun",
+    "runs_of",
+]
 
 MEDIA_TYPE = "application/msgpack"
 
@@ -27,10 +39,10 @@ Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._
 class KeyRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Keys in order: `hashes` is `size` bytes for each of them."""
 
-    namespace: bytes
+    namespace: Annotated[bytes, Meta(description=f"Digest, {DIGEST_BYTES} bytes")]
     group: Annotated[int, Meta(ge=0, lt=1 << 32)]
-    size: Annotated[int, Meta(ge=1, le=MAX_HASH_BYTES)]
-    hashes: bytes
+    size: Annotated[int, Meta(ge=1, le=MAX_HASH_BYTES, description="Bytes of one hash")]
+    hashes: Annotated[bytes, Meta(description="`size` bytes for each key")]
 
     def __len__(self) -> int:
         return len(self.hashes) // self.size
@@ -50,6 +62,14 @@ class KeyRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise Malformed(f"{len(self.hashes)} bytes are no row of hashes of {self.size} bytes")
 
 
+MAX_TOKENS = 1 << 20
+"""Most token ids in one message."""
+
+Text = Annotated[str, Meta(max_length=512)]
+Nodes = Annotated[list[Name], Meta(max_length=10_000)]
+TokenIds = Annotated[
+    list[Annotated[int, Meta(ge=0, lt=1 << 32)]], Meta(min_length=1, max_length=MAX_TOKENS)
+]
 Runs = Annotated[list[KeyRun], Meta(max_length=65_536)]
 
 
@@ -76,7 +96,44 @@ class BulkLookup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     keys: Annotated[list[KeyRun], Meta(min_length=1, max_length=65_536)]
     mode: Literal["prefix", "all"] = "prefix"
-    nodes: Annotated[list[Name], Meta(max_length=10_000)] | None = None
+    nodes: Nodes | None = None
+    return_keys: bool = False
+
+
+class BulkNamespaceTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """As `api.NamespaceTokens`, with more of them."""
+
+    namespace: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+    token_ids: TokenIds
+    lora: Text = ""
+    cache_salt: Text = ""
+
+
+class BulkModelTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """As `api.ModelTokens`, with more of them."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    token_ids: TokenIds
+    revision: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
+    tenant: Text = ""
+    lora: Text = ""
+    cache_salt: Text = ""
+
+
+class BulkNamespaceLookup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """As `api.TokenLookup`, POST /v1/placements:lookup, for a namespace."""
+
+    tokens: BulkNamespaceTokens
+    nodes: Nodes | None = None
+    return_keys: bool = False
+
+
+class BulkModelLookup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """As `api.TokenLookup`, POST /v1/placements:lookup, for a model."""
+
+    tokens: BulkModelTokens
+    nodes: Nodes | None = None
+    return_keys: bool = False
 
 
 def runs_of(keys: Iterable[bytes]) -> list[KeyRun]:

@@ -129,7 +129,7 @@ class _Calls:
         return _Call("GET", "/v1/namespaces", api.NamespaceList, query=_page(after, limit))
 
     @staticmethod
-    def lookup(request: api.LookupRequest) -> _Call[api.LookupReply]:
+    def lookup(request: api.LookupRequest | api.TokenLookup) -> _Call[api.LookupReply]:
         return _Call("POST", "/v1/placements:lookup", api.LookupReply, request)
 
     @staticmethod
@@ -348,7 +348,7 @@ class ControlPlane(_Client):
     async def namespaces(self, after: str | None = None, limit: int = 100) -> api.NamespaceList:
         return await self._run(_Calls.namespaces(after, limit))
 
-    async def lookup(self, request: api.LookupRequest) -> api.LookupReply:
+    async def lookup(self, request: api.LookupRequest | api.TokenLookup) -> api.LookupReply:
         return await self._run(_Calls.lookup(request))
 
     async def create_transfer(
@@ -441,7 +441,7 @@ class SyncControlPlane(_Client):
     def namespaces(self, after: str | None = None, limit: int = 100) -> api.NamespaceList:
         return self._run(_Calls.namespaces(after, limit))
 
-    def lookup(self, request: api.LookupRequest) -> api.LookupReply:
+    def lookup(self, request: api.LookupRequest | api.TokenLookup) -> api.LookupReply:
         return self._run(_Calls.lookup(request))
 
     def create_transfer(

@@ -120,6 +120,14 @@ class Families:
             return parts[0]
         return joined(parts) if parts else self.of_keys(())
 
+    def of_columns(
+        self, prefixes: Sequence[bytes], which: npt.NDArray[np.int64], hashes: npt.NDArray[np.uint8]
+    ) -> KeyBatch:
+        """To look up n keys: the one of `prefixes` (namespace and group) that each begins with, and
+        hashes (n x size)."""
+        numbers = [self.number(prefix, hashes.shape[1], intern=False) for prefix in prefixes]
+        return self._batch(np.array(numbers, np.uint32)[which], _padded(hashes))
+
     def _of_run(self, run: KeyRun, intern: bool) -> KeyBatch:
         run.check()
         families = np.full(

@@ -6,21 +6,22 @@ client knows the endpoint where that node publishes its KV events. As long as a 
 registered nothing for a model, nodes go by their own names.
 
 Counts are cumulative, as theirs are: `cpu` is the prefix in host memory, `disk` what it grows to
-with what comes after in any store. There is no `gpu`: what is on devices is the engines' to say.
+with what comes after in any store. Of models with several groups of layers a prefix is one that
+an engine can go on from (`reuse`). There is no `gpu`: what is on devices is the engines' to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
 
 from kvstrata.api import NodeState
 from kvstrata.errors import Busy, Missing
-from kvstrata.keys import Key, Namespace
 from kvstrata_server.cluster import Cluster
 from kvstrata_server.index import HOST
 from kvstrata_server.problems import Conflict
+from kvstrata_server.prompts import Prompt
+from kvstrata_server.reuse import reusable_in_order
 
 __all__ = ["DEFAULT_TENANT", "Asked", "Instance", "Instances", "Overlap", "overlaps"]
 
@@ -135,61 +136,14 @@ class Instances:
         )
 
 
-def overlaps(
-    cluster: Cluster, chunks: Iterable[tuple[Namespace, Mapping[int, Sequence[Key]]]]
-) -> dict[str, Overlap]:
-    """Per node that is up what it has of the best of these namespaces, in tokens; for each
-    namespace the keys of the prefix by group, all of which a request needs."""
+def overlaps(cluster: Cluster, prompts: Iterable[Prompt]) -> dict[str, Overlap]:
+    """Per node that is up what it has of the best of these, in tokens."""
     best: dict[str, Overlap] = {}
-    for namespace, by_group in chunks:
-        whole: dict[str, Overlap] | None = None
-        for group, keys in by_group.items():
-            tokens = namespace.blocks_per_chunk * next(
-                g.tokens_per_block for g in namespace.groups if g.id == group
-            )
-            found = {
-                node: Overlap(cpu * tokens, disk * tokens)
-                for node, (cpu, disk) in _reached(cluster, keys).items()
-            }
-            whole = found if whole is None else _least(whole, found)
-        for node, overlap in (whole or {}).items():
-            if overlap.disk > best.get(node, Overlap()).disk:
-                best[node] = overlap
-    return best
-
-
-def _reached(cluster: Cluster, keys: Sequence[Key]) -> dict[str, tuple[int, int]]:
-    """Node -> (chunks in host memory, and on with what follows in stores), from the first."""
     reach = cluster.reach(cluster.up())
-    going: dict[str, tuple[int, int]] | None = None
-    ended: dict[str, tuple[int, int]] = {}
-    # Neighbours mostly have the same holders, and may be counted together.
-    for holders, run in groupby(cluster.index.holders(keys)):
-        length = sum(1 for _ in run)
-        tiers: dict[str, set[str]] = {}
-        for location in holders:
-            for node, tier in reach.get(location, ()):
-                tiers.setdefault(node, set()).add(tier)
-        if going is None:
-            going = dict.fromkeys(tiers, (0, 0))
-        for node, (cpu, disk) in list(going.items()):
-            here = tiers.get(node, set())
-            if HOST in here and cpu == disk:
-                going[node] = (cpu + length, disk + length)
-            elif here - {HOST}:
-                going[node] = (cpu, disk + length)
-            else:
-                ended[node] = going.pop(node)
-        if not going:
-            break
-    return ended | (going or {})
-
-
-def _least(one: Mapping[str, Overlap], other: Mapping[str, Overlap]) -> dict[str, Overlap]:
-    return {
-        node: Overlap(
-            min(one[node].cpu, other[node].cpu),
-            min(one[node].disk, other[node].disk),
-        )
-        for node in one.keys() & other.keys()
-    }
+    for prompt in prompts:
+        held = cluster.index.held(prompt.batch(cluster.index.families), reach)
+        step = prompt.chain.rule.step
+        for node, (cpu, disk) in reusable_in_order(prompt.chain, held, HOST).items():
+            if disk * step > best.get(node, Overlap()).disk:
+                best[node] = Overlap(cpu * step, disk * step)
+    return best

@@ -23,16 +23,23 @@ import cbor2
 import xxhash
 
 from kvstrata.errors import Malformed
-from kvstrata.keys import Group, Key, Namespace
+from kvstrata.keys import Key, Namespace
 
-__all__ = ["DEFAULT_SEEDS", "chunk_keys", "local_hashes", "sequence_hashes", "sequence_keys"]
+__all__ = [
+    "DEFAULT_SEEDS",
+    "chunk_keys",
+    "local_hashes",
+    "prefix_hashes",
+    "scheme",
+    "sequence_hashes",
+    "sequence_prefixes",
+]
 
 DEFAULT_SEEDS = ("vllm-none-hash", "0", "42")
 """vLLM's own where PYTHONHASHSEED isn't set, and the values that llm-d's guides set."""
 
 _XXH3_SEED = 1337
 _MASK = (1 << 64) - 1
-_FULL = ("full", "mla")
 
 _Digest = Callable[[Any], bytes]
 
@@ -54,6 +61,60 @@ _VLLM: dict[str, _Digest] = {
 }
 
 
+def scheme(namespace: Namespace) -> tuple[str, str, int | None]:
+    """Namespaces that are equal in this have the same hashes of the same tokens."""
+    return namespace.hash_algorithm, namespace.hash_seed, namespace.hash_step
+
+
+def prefix_hashes(
+    namespace: Namespace,
+    tokens: Sequence[int],
+    seeds: Iterable[str] = DEFAULT_SEEDS,
+    lora: str = "",
+    salt: str = "",
+) -> list[bytes]:
+    """The engine's hash of each prefix that is a multiple of `namespace.hash_step` long.
+
+    Raises `Malformed` if they can't be computed, and says why.
+    """
+    step = _step(namespace)
+    if tokens and not 0 <= min(tokens) <= max(tokens) < 1 << 32:
+        raise Malformed("token ids are unsigned and have 32 bits")
+    name = namespace.hash_algorithm
+    if name == "xxh3":
+        return [_packed(h) for h in sequence_hashes(local_hashes(tokens, step, lora, salt))]
+    digest = _VLLM.get(name)
+    if digest is None:
+        raise Malformed(
+            f"{_name(namespace)} hashes by {name}, which this server can't compute (it can "
+            f"{', '.join([*_VLLM, 'xxh3'])}): ask by keys"
+        )
+    if lora:
+        raise Malformed(
+            f"{_name(namespace)} hashes as vLLM does, where a LoRA lies and not just its name: "
+            "ask by keys"
+        )
+    parent = _start(namespace, digest, seeds)
+    hashes = []
+    extra: Any = (("cache_salt", salt),) if salt else None
+    for i in range(0, len(tokens) - step + 1, step):
+        parent = digest((parent, tuple(tokens[i : i + step]), extra))
+        hashes.append(parent)
+        extra = None
+    return hashes
+
+
+def sequence_prefixes(namespace: Namespace, hashes: Sequence[int]) -> list[bytes]:
+    """`prefix_hashes` of blocks whose sequence hashes (scheme `xxh3`) are known."""
+    if namespace.hash_algorithm != "xxh3":
+        raise Malformed(
+            f"{_name(namespace)} hashes by {namespace.hash_algorithm}, and these are hashes by "
+            "xxh3: ask by token ids or by keys"
+        )
+    _step(namespace)
+    return [_packed(h) for h in hashes]
+
+
 def chunk_keys(
     namespace: Namespace,
     tokens: Sequence[int],
@@ -61,32 +122,16 @@ def chunk_keys(
     lora: str = "",
     salt: str = "",
 ) -> dict[int, list[Key]]:
-    """The keys of all whole chunks of `tokens`, in order, by group of full attention.
+    """The keys of all whole chunks of `tokens`, in order, by group: the hash of what ends there.
 
     Raises `Malformed` if they can't be computed, and says why.
     """
-    groups = [group for group in namespace.groups if group.kind in _FULL]
-    sizes = {group.tokens_per_block for group in namespace.groups if group.kind != "opaque"}
-    if not groups:
-        raise Malformed(f"{_name(namespace)} has no group of full attention: ask by keys")
-    if len(sizes) > 1:
-        raise Malformed(
-            f"{_name(namespace)} has blocks of {sorted(sizes)} tokens, and which of them its "
-            "hashes go by isn't in its document: ask by keys"
-        )
-    hashes = _block_hashes(namespace, tokens, groups[0].tokens_per_block, seeds, lora, salt)
-    return {group.id: _keys(namespace, group, hashes) for group in groups}
-
-
-def sequence_keys(namespace: Namespace, hashes: Sequence[int]) -> dict[int, list[Key]]:
-    """`chunk_keys` of blocks whose sequence hashes (scheme `xxh3`) are known."""
-    if namespace.hash_algorithm != "xxh3":
-        raise Malformed(
-            f"{_name(namespace)} hashes by {namespace.hash_algorithm}, and these are hashes by "
-            "xxh3: ask by token ids or by keys"
-        )
-    raw = [struct.pack(">Q", h & _MASK) for h in hashes]
-    return {g.id: _keys(namespace, g, raw) for g in namespace.groups if g.kind in _FULL}
+    hashes = prefix_hashes(namespace, tokens, seeds, lora, salt)
+    keys = {}
+    for group in namespace.groups:
+        apart = group.tokens_per_block * namespace.blocks_per_chunk // _step(namespace)
+        keys[group.id] = [namespace.key(group.id, h) for h in hashes[apart - 1 :: apart]]
+    return keys
 
 
 def local_hashes(tokens: Sequence[int], block: int, lora: str = "", salt: str = "") -> list[int]:
@@ -114,36 +159,19 @@ def sequence_hashes(local: Iterable[int]) -> list[int]:
     return hashes
 
 
-def _block_hashes(
-    namespace: Namespace,
-    tokens: Sequence[int],
-    block: int,
-    seeds: Iterable[str],
-    lora: str,
-    salt: str,
-) -> list[bytes]:
-    name = namespace.hash_algorithm
-    if tokens and not 0 <= min(tokens) <= max(tokens) < 1 << 32:
-        raise Malformed("token ids are unsigned and have 32 bits")
-    if name == "xxh3":
-        local = local_hashes(tokens, block, lora, salt)
-        return [struct.pack(">Q", h) for h in sequence_hashes(local)]
-    digest = _VLLM.get(name)
-    if digest is None:
+def _packed(sequence_hash: int) -> bytes:
+    return struct.pack(">Q", sequence_hash & _MASK)
+
+
+def _step(namespace: Namespace) -> int:
+    step = namespace.hash_step
+    if step is None:
+        sizes = sorted({group.tokens_per_block for group in namespace.groups})
         raise Malformed(
-            f"{_name(namespace)} hashes by {name}, which this server can't compute (it can "
-            f"{', '.join([*_VLLM, 'xxh3'])}): ask by keys"
+            f"{_name(namespace)} has blocks of {sizes} tokens, and its document doesn't tell which "
+            "its hashes go by (`tokens_per_hash`): ask by keys"
         )
-    if lora:
-        raise Malformed("vLLM hashes where a LoRA lies, not just its name: ask by keys")
-    parent = _start(namespace, digest, seeds)
-    hashes = []
-    extra: Any = (("cache_salt", salt),) if salt else None
-    for i in range(0, len(tokens) - block + 1, block):
-        parent = digest((parent, tuple(tokens[i : i + block]), extra))
-        hashes.append(parent)
-        extra = None
-    return hashes
+    return step
 
 
 def _start(namespace: Namespace, digest: _Digest, seeds: Iterable[str]) -> bytes:
@@ -158,12 +186,6 @@ def _start(namespace: Namespace, digest: _Digest, seeds: Iterable[str]) -> bytes
         f"{_name(namespace)} starts its hashes from a seed that this server doesn't know: add the "
         "engines' PYTHONHASHSEED to the server's setting `hash_seeds`, or ask by keys"
     )
-
-
-def _keys(namespace: Namespace, group: Group, hashes: Sequence[bytes]) -> list[Key]:
-    """A chunk is named by the hash of its last block."""
-    n = namespace.blocks_per_chunk
-    return [namespace.key(group.id, h) for h in hashes[n - 1 :: n]]
 
 
 def _name(namespace: Namespace) -> str:

@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from kvstrata import api
-from kvstrata.bulk import BulkLookup
-from kvstrata.keys import Key
+from kvstrata.bulk import BulkLookup, BulkModelLookup, BulkNamespaceLookup
+from kvstrata.keys import DIGEST_BYTES, Key
 from kvstrata_server.batches import KeyBatch
-from kvstrata_server.cluster import Cluster, Node
+from kvstrata_server.cluster import Cluster
+from kvstrata_server.held import Held, Reach, Tallied, tally
 from kvstrata_server.hot import HotPrefixes
-from kvstrata_server.index import HOST, Reach, Tallied
+from kvstrata_server.index import HOST
 from kvstrata_server.metrics import Metrics
+from kvstrata_server.namespaces import Namespaces
+from kvstrata_server.prompts import Prompt, Prompts
+from kvstrata_server.reuse import Chain, Reusable, reusable, rule_of
+from kvstrata_server.table import Slots
 
-__all__ = ["look_up"]
+__all__ = ["TokenLookup", "look_up", "look_up_prompts"]
+
+TokenLookup = api.TokenLookup | BulkModelLookup | BulkNamespaceLookup
+
+# An answer's worth of keys, as many as a request may have.
+_MOST_RETURNED = api.MAX_KEYS
+_PREFIX_BYTES = DIGEST_BYTES + 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Question:
+    """Keys; which of them are of which chunks (`chain`), None where that can't be told; and their
+    names by position. `namespace`: the one asked about by token ids."""
+
+    batch: KeyBatch
+    chain: Chain | None
+    texts: Callable[[Sequence[int]], list[str]]
+    namespace: str | None = None
 
 
 def look_up(
@@ -23,67 +47,224 @@ def look_up(
     """What each node that is up could serve of the keys, best node first."""
     families = cluster.index.families
     if isinstance(asked, BulkLookup):
-        keys = families.of_runs(asked.keys, intern=False)
+        batch = families.of_runs(asked.keys, intern=False)
     else:
-        keys = families.of_hex(asked.keys, intern=False)
-    reach = cluster.reach_up(None if asked.nodes is None else frozenset(asked.nodes))
-    tallied = cluster.index.tally(keys, reach)
-    nodes = [_placement(cluster, cluster.nodes[node], t) for node, t in tallied.items()]
+        batch = families.of_hex(asked.keys, intern=False)
+    question = _Question(batch, _chain(cluster, batch, asked), lambda at: _texts(asked, at))
+    held = cluster.index.held(batch, _reach(cluster, asked.nodes))
+    nodes = _nodes(cluster, question, held)
     if asked.mode == "all":
-        held = _held(cluster, keys, _texts(asked), reach)
+        which = _positions(held)
         for node in nodes:
-            node.keys = held[node.node]
-    nodes.sort(key=lambda n: _rank(n, asked.mode))
-    metrics.lookup_keys.inc(len(keys))
-    longest = max((n.prefix for n in nodes), default=0)
-    metrics.lookup_hits.inc(longest)
-    if longest and asked.mode == "prefix":
-        last = _key_at(asked, longest - 1)
-        hot.found(last, longest, sum(n.prefix == longest for n in nodes))
-    return api.LookupReply(keys=len(keys), nodes=nodes)
+            node.keys = _texts(asked, which[node.node])
+        nodes.sort(key=_most_keys)
+    else:
+        nodes.sort(key=_rank)
+        _count_hot(hot, question, nodes)
+        if asked.return_keys:
+            _add_keys([question], nodes)
+    metrics.lookup_keys.inc(len(batch))
+    metrics.lookup_hits.inc(_hits(question, nodes))
+    return api.LookupReply(keys=len(batch), nodes=nodes)
 
 
-def _placement(cluster: Cluster, node: Node, tallied: Tallied) -> api.NodePlacement:
-    return api.NodePlacement(
-        node=node.id,
-        incarnation=node.incarnation,
-        prefix=tallied.prefix,
-        tiers={
-            tier: api.Tally(found=found, prefix=prefix)
-            for tier, (found, prefix) in sorted(tallied.tiers.items())
-        },
-        age=cluster.age(node),
+def look_up_prompts(
+    cluster: Cluster, metrics: Metrics, hot: HotPrefixes, asked: TokenLookup, prompts: Prompts
+) -> api.LookupReply:
+    """The same of a prompt, in each namespace that it was hashed for."""
+    reach = _reach(cluster, asked.nodes)
+    questions = [_of_prompt(cluster, prompt) for prompt in prompts.each]
+    found: list[api.NodePlacement] = []
+    for question in questions:
+        nodes = _nodes(cluster, question, cluster.index.held(question.batch, reach))
+        _count_hot(hot, question, nodes)
+        metrics.lookup_hits.inc(_hits(question, nodes))
+        found += nodes
+    found.sort(key=_rank)
+    if asked.return_keys:
+        _add_keys(questions, found)
+    keys = sum(len(question.batch) for question in questions)
+    metrics.lookup_keys.inc(keys)
+    return api.LookupReply(keys=keys, nodes=found, refused=prompts.refused)
+
+
+def _reach(cluster: Cluster, nodes: Sequence[str] | None) -> Reach:
+    return cluster.reach_up(None if nodes is None else frozenset(nodes))
+
+
+# ------------------------------------------------------------ what is asked
+
+
+def _of_prompt(cluster: Cluster, prompt: Prompt) -> _Question:
+    return _Question(
+        prompt.batch(cluster.index.families),
+        prompt.chain,
+        lambda at: [key.hex() for key in prompt.keys(at)],
+        prompt.namespace.digest.hex(),
     )
 
 
-def _rank(node: api.NodePlacement, mode: Literal["prefix", "all"]) -> tuple[int, int, float, str]:
-    host = node.tiers.get(HOST, api.Tally(found=0, prefix=0))
-    if mode == "all":
-        return -len(node.keys or ()), -host.found, node.age, node.node
-    return -node.prefix, -host.prefix, node.age, node.node
+def _chain(
+    cluster: Cluster, batch: KeyBatch, asked: api.LookupRequest | BulkLookup
+) -> Chain | None:
+    """None where keys are of several namespaces, or of one whose document isn't known, or where
+    one of its groups has none."""
+    families = cluster.index.families
+    first = int(batch.families[0]) if len(batch) else len(families)
+    if first < len(families) and (batch.families == first).all():
+        return _chain_of(cluster.namespaces, {families[first].prefix: np.arange(len(batch))})
+    # In a batch, keys look alike of whose families nobody holds any.
+    places: dict[bytes, list[int]] = {}
+    if isinstance(asked, BulkLookup):
+        end = 0
+        for run in asked.keys:
+            start, end = end, end + len(run)
+            prefix = run.namespace + run.group.to_bytes(_PREFIX_BYTES - DIGEST_BYTES, "big")
+            places.setdefault(prefix, []).extend(range(start, end))
+    else:
+        texts: dict[str, list[int]] = {}
+        for position, text in enumerate(asked.keys):
+            texts.setdefault(text[: 2 * _PREFIX_BYTES], []).append(position)
+        places = {bytes.fromhex(text): at for text, at in texts.items()}
+    return _chain_of(cluster.namespaces, {p: np.array(at, np.int64) for p, at in places.items()})
 
 
-def _held(
-    cluster: Cluster, keys: KeyBatch, texts: Sequence[str], reach: Reach
-) -> dict[str, list[str]]:
-    held: dict[str, list[str]] = {}
-    for text, holders in zip(texts, cluster.index.holders(keys), strict=True):
-        for node in {node for location in holders for node, _ in reach.get(location, ())}:
-            held.setdefault(node, []).append(text)
-    return held
+def _chain_of(namespaces: Namespaces, places: Mapping[bytes, Slots]) -> Chain | None:
+    """By what keys begin with: namespace and group."""
+    digests = {prefix[:DIGEST_BYTES] for prefix in places}
+    namespace = namespaces.get(digests.pop()) if len(digests) == 1 else None
+    if namespace is None:
+        return None
+    by_group = {int.from_bytes(prefix[DIGEST_BYTES:], "big"): at for prefix, at in places.items()}
+    return Chain.of(rule_of(namespace), by_group)
 
 
-def _texts(asked: api.LookupRequest | BulkLookup) -> Sequence[str]:
+def _texts(asked: api.LookupRequest | BulkLookup, at: Sequence[int]) -> list[str]:
     if isinstance(asked, api.LookupRequest):
-        return asked.keys
-    return [key.hex() for run in asked.keys for key in run.each()]
+        return [asked.keys[position] for position in at]
+    if len(at) == 1:
+        return [_key_at(asked, at[0]).hex()]
+    keys = [key for run in asked.keys for key in run.each()]
+    return [keys[position].hex() for position in at]
 
 
-def _key_at(asked: api.LookupRequest | BulkLookup, position: int) -> Key:
-    if isinstance(asked, api.LookupRequest):
-        return Key(bytes.fromhex(asked.keys[position]))
+def _key_at(asked: BulkLookup, position: int) -> Key:
     for run in asked.keys:
         if position < len(run):
             return run[position]
         position -= len(run)
     raise IndexError(position)
+
+
+# ------------------------------------------------------------ what is answered
+
+
+def _nodes(cluster: Cluster, question: _Question, held: Held) -> list[api.NodePlacement]:
+    tallied = tally(held)
+    chain = question.chain
+    if chain is None:
+        return [_placement(cluster, question, node, t, None) for node, t in tallied.items()]
+    steps = _plain(tallied, chain) if chain.plain else reusable(chain, held)
+    return [_placement(cluster, question, node, each, steps) for node, each in tallied.items()]
+
+
+def _plain(tallied: Mapping[str, Tallied], chain: Chain) -> Reusable:
+    """Where a step is a chunk, the same as how many there are without a gap."""
+    return Reusable(
+        {node: each.prefix for node, each in tallied.items()},
+        {
+            (node, tier): prefix
+            for node, each in tallied.items()
+            for tier, (_, prefix) in each.tiers.items()
+        },
+    )
+
+
+def _placement(
+    cluster: Cluster, question: _Question, name: str, tallied: Tallied, steps: Reusable | None
+) -> api.NodePlacement:
+    node = cluster.nodes[name]
+    chain = question.chain
+    step = 0 if chain is None else chain.rule.step
+    return api.NodePlacement(
+        node=name,
+        incarnation=node.incarnation,
+        prefix=tallied.prefix,
+        tokens=None if steps is None else steps.nodes[name] * step,
+        tiers={
+            tier: api.Tally(
+                found=found,
+                prefix=prefix,
+                tokens=None if steps is None else steps.tiers[name, tier] * step,
+            )
+            for tier, (found, prefix) in sorted(tallied.tiers.items())
+        },
+        age=cluster.age(node),
+        namespace=question.namespace,
+    )
+
+
+def _rank(node: api.NodePlacement) -> tuple[int, int, float, str]:
+    host = node.tiers.get(HOST)
+    return -_worth(node), 0 if host is None else -_worth(host), node.age, node.node
+
+
+def _worth(what: api.NodePlacement | api.Tally) -> int:
+    return what.prefix if what.tokens is None else what.tokens
+
+
+def _most_keys(node: api.NodePlacement) -> tuple[int, int, float, str]:
+    host = node.tiers.get(HOST)
+    return -len(node.keys or ()), 0 if host is None else -host.found, node.age, node.node
+
+
+def _positions(held: Held) -> dict[str, list[int]]:
+    """Per node those of the keys that it has."""
+    positions: dict[str, list[int]] = {}
+    for number, start, length in held.runs:
+        for node, _ in held.by_set[number]:
+            positions.setdefault(node, []).extend(range(start, start + length))
+    return positions
+
+
+def _add_keys(questions: Sequence[_Question], nodes: Sequence[api.NodePlacement]) -> None:
+    """What the longest prefix of each needs, of the first nodes, which are the best."""
+    by_namespace = {question.namespace: question for question in questions}
+    known: dict[tuple[str | None, int], list[str]] = {}
+    left = _MOST_RETURNED
+    for node in nodes:
+        question = by_namespace[node.namespace]
+        of = node.namespace, _worth(node)
+        if of not in known:
+            known[of] = question.texts(_needed(question, node))
+        left -= len(known[of])
+        if left < 0:
+            return
+        node.keys = known[of]
+
+
+def _needed(question: _Question, node: api.NodePlacement) -> list[int]:
+    if question.chain is None or question.chain.plain:
+        return list(range(node.prefix))
+    steps = (node.tokens or 0) // question.chain.rule.step
+    return [int(position) for position in question.chain.needed(steps)]
+
+
+def _hits(question: _Question, nodes: Sequence[api.NodePlacement]) -> int:
+    """How many of the keys lie in the best node's prefix."""
+    if question.chain is None or question.chain.plain:
+        return max((node.prefix for node in nodes), default=0)
+    best = max((node.tokens or 0 for node in nodes), default=0)
+    return question.chain.covered(best // question.chain.rule.step)
+
+
+def _count_hot(hot: HotPrefixes, question: _Question, nodes: Sequence[api.NodePlacement]) -> None:
+    best = max(map(_worth, nodes), default=0)
+    if not best:
+        return
+    if question.chain is None:
+        last, chunks = best - 1, best
+    else:
+        last, chunks = question.chain.last(best // question.chain.rule.step)
+    [text] = question.texts([last])
+    hot.found(Key(bytes.fromhex(text)), chunks, sum(_worth(node) == best for node in nodes))

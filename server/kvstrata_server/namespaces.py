@@ -57,6 +57,10 @@ class Namespaces:
             and revision in (None, namespace.revision)
         ]
 
+    def get(self, digest: bytes) -> Namespace | None:
+        """None: not reported, or its document wasn't."""
+        return self._known.get(digest)
+
     def visible(self, who: Identity) -> list[Namespace]:
         """Those whose documents are known, and that `who` may know of."""
         known = (namespace for namespace in self._known.values() if namespace is not None)

@@ -4,7 +4,8 @@ A prefix of T tokens is of use if a node has, of each group of layers:
 
     full, mla                            all chunks from the first to T
     sliding_window, sliding_window_mla   those that cover the `window` - 1 tokens before T, which
-                                         the next token still attends to; all where T is less
+                                         the next token still attends to (all where T is less),
+                                         and in any case the one that ends at T
     mamba                                the one that ends at T: the state after T tokens
     opaque                               all, since what they hold isn't known
 
@@ -48,8 +49,7 @@ class GroupRule:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Of one namespace: prefixes end at multiples of `step` tokens. Groups that need nothing of
-    what came before aren't in it."""
+    """Of one namespace: prefixes end at multiples of `step` tokens."""
 
     step: int
     groups: tuple[GroupRule, ...]
@@ -66,11 +66,8 @@ class Rule:
 
 def rule_of(namespace: Namespace) -> Rule:
     per_chunk = namespace.blocks_per_chunk
-    groups = [_group_rule(group, per_chunk) for group in namespace.groups]
-    return Rule(
-        math.lcm(*(group.tokens for group in groups)),
-        tuple(group for group in groups if group.last != 0),
-    )
+    groups = tuple(_group_rule(group, per_chunk) for group in namespace.groups)
+    return Rule(math.lcm(*(group.tokens for group in groups)), groups)
 
 
 def _group_rule(group: Group, per_chunk: int) -> GroupRule:
@@ -78,7 +75,7 @@ def _group_rule(group: Group, per_chunk: int) -> GroupRule:
     if group.kind == "mamba":
         return GroupRule(group.id, tokens, 1)
     if group.kind in ("sliding_window", "sliding_window_mla") and group.window:
-        return GroupRule(group.id, tokens, math.ceil((group.window - 1) / tokens))
+        return GroupRule(group.id, tokens, max(1, math.ceil((group.window - 1) / tokens)))
     return GroupRule(group.id, tokens, None)
 
 
@@ -98,7 +95,7 @@ class Chain:
     def of(cls, rule: Rule, by_group: Mapping[int, Slots]) -> Chain | None:
         """From the positions of all of each group's keys, in order. None if a group is missing, and
         nothing can be told."""
-        if not rule.groups or any(group.id not in by_group for group in rule.groups):
+        if any(group.id not in by_group for group in rule.groups):
             return None
         steps = min(len(by_group[group.id]) // rule.chunks(group) for group in rule.groups)
         positions = []
@@ -245,8 +242,7 @@ def _complete(there: Bools, steps: int, last: int) -> Bools:
     """Per step whether the `last` chunks before its end are there, or all if it has fewer."""
     kept = len(there) // steps
     if last <= kept:
-        complete: Bools = there.reshape(steps, kept, -1).all(axis=1)
-        return complete
+        return np.asarray(there.reshape(steps, kept, -1).all(axis=1), bool)
     ends = np.arange(1, steps + 1) * kept
     starts = np.maximum(ends - last, 0)
     sums = np.zeros((len(there) + 1, there.shape[1]), np.int32)

@@ -21,8 +21,9 @@ TOKENS = list(range(100, 140))  # ten blocks, five chunks
 
 def a_namespace(tenant: str = "", kinds: tuple[str, ...] = ("full",)) -> Namespace:
     groups = tuple(
-        Group(n, kind, (f"l{n}",), (Field("kv", 1, 8),), BLOCK)  # type: ignore[arg-type]
+        Group(n, kind, (f"l{n}",), (Field("kv", 1, 8),), BLOCK, window)  # type: ignore[arg-type]
         for n, kind in enumerate(kinds)
+        for window in ([9] if kind == "sliding_window" else [0])
     )
     return Namespace(*("m", "r", "c", "bf16", "f"), groups, 2, "xxh3", "", tenant=tenant)
 
@@ -173,16 +174,17 @@ async def test_tenants_and_groups(tmp_path: Path) -> None:
         [
             *chunks(0, 1, namespace=salted),
             *chunks(0, 1, 2, namespace=hybrid),
-            *chunks(0, namespace=hybrid, group=2),
+            *chunks(1, namespace=hybrid, group=1),
+            *chunks(0, 1, namespace=hybrid, group=2),
         ]
     )
     async with running(tmp_path) as here:
         await join(here, "n1", changes, namespaces=(salted, hybrid))
-        for tenant, tokens in (("acme", 16), ("mixed", 8)):
+        for tenant in ("acme", "mixed"):
             answer = await post(
                 here, "/query", token_ids=TOKENS, model_name="m", routing_group=tenant
             )
-            assert answer["instances"] == {"n1": overlap(tokens, tokens)}
+            assert answer["instances"] == {"n1": overlap(16, 16)}
         problem = await post(here, "/query", 404, token_ids=TOKENS, model_name="m")
         assert "no node has reported chunks of m" in problem["detail"]
 

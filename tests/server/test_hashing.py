@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvstrata.errors import Malformed
@@ -9,8 +10,9 @@ from kvstrata.keys import Field, Group, Namespace
 from kvstrata_server.hashing import (
     chunk_keys,
     local_hashes,
+    prefix_hashes,
     sequence_hashes,
-    sequence_keys,
+    sequence_prefixes,
 )
 
 BLOCK = 4
@@ -128,7 +130,9 @@ def test_what_dynamo_computes(lora: str, salt: str) -> None:
     namespace = a_namespace("xxh3")
     keys = chunk_keys(namespace, TOKENS, lora=lora, salt=salt)
     assert keys[0][0] == namespace.key(0, local[0].to_bytes(8, "big"))
-    assert sequence_keys(namespace, sequence_hashes(local)) == keys
+    sequence = sequence_prefixes(namespace, sequence_hashes(local))
+    assert sequence == prefix_hashes(namespace, TOKENS, lora=lora, salt=salt)
+    assert [namespace.key(0, h) for h in sequence] == keys[0]
     # As they travel in JSON of a client that counts in signed numbers.
     signed = [h - (1 << 64) if h >> 63 else h for h in local]
     assert sequence_hashes(signed) == sequence_hashes(local)
@@ -142,10 +146,25 @@ def test_a_chunk_is_named_by_its_last_block_and_has_no_part() -> None:
     assert chunk_keys(namespace, []) == {0: []}
 
 
-def test_each_group_of_full_attention_has_its_keys() -> None:
-    groups = (a_group(0, "sliding_window"), a_group(1, "mla"), a_group(2))
+def test_each_group_has_its_keys() -> None:
+    groups = (a_group(0, "sliding_window"), a_group(1, "mla"), a_group(2, "mamba"))
     namespace = a_namespace("xxh3", groups=groups)
-    assert set(chunk_keys(namespace, TOKENS)) == {1, 2}
+    keys = chunk_keys(namespace, TOKENS)
+    assert set(keys) == {0, 1, 2}
+    assert [key[-8:] for key in keys[0]] == [key[-8:] for key in keys[2]]
+
+
+def test_groups_of_several_sizes_where_the_document_tells_what_hashes_cover() -> None:
+    """As vLLM does: a chunk of more tokens has the hash of its last ones."""
+    fingerprint, *hashes = VLLM["sha256_cbor", "None", ""]
+    groups = (a_group(0, "full", 3 * BLOCK), a_group(1, "mamba", BLOCK))
+    namespace = msgspec.structs.replace(
+        a_namespace("sha256_cbor", fingerprint, groups=groups), tokens_per_hash=BLOCK
+    ).checked()
+    assert chunk_keys(namespace, TOKENS) == {
+        0: [namespace.key(0, bytes.fromhex(hashes[2]))],
+        1: [namespace.key(1, bytes.fromhex(h)) for h in hashes],
+    }
 
 
 @pytest.mark.parametrize(
@@ -154,7 +173,6 @@ def test_each_group_of_full_attention_has_its_keys() -> None:
         (a_namespace("sha256", "of another seed"), {}, "`hash_seeds`"),
         (a_namespace("md5"), {}, "hashes by md5, which this server can't compute"),
         (a_namespace("sha256"), {"lora": "l"}, "LoRA"),
-        (a_namespace("xxh3", groups=(a_group(0, "mamba"),)), {}, "no group of full attention"),
         (a_namespace("xxh3", groups=(a_group(), a_group(1, "mamba", 8))), {}, r"\[4, 8\] tokens"),
     ],
 )
@@ -173,4 +191,6 @@ def test_tokens_have_32_bits() -> None:
 
 def test_hashes_of_a_scheme_that_the_engine_does_not_use() -> None:
     with pytest.raises(Malformed, match="hashes by sha256, and these are hashes by xxh3"):
-        sequence_keys(a_namespace("sha256"), [1])
+        sequence_prefixes(a_namespace("sha256"), [1])
+    with pytest.raises(Malformed, match="`tokens_per_hash`"):
+        sequence_prefixes(a_namespace("xxh3", groups=(a_group(), a_group(1, "mamba", 8))), [1])

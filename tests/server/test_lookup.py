@@ -22,9 +22,10 @@ async def test_prefix_over_any_mix_of_tiers_best_first(place):
         assert [(n.node, n.prefix) for n in reply.nodes] == [("b", 5), ("a", 4), ("c", 0)]
         b = reply.nodes[0]
         assert b.tiers == {
-            "host": api.Tally(found=2, prefix=2),
-            "fs": api.Tally(found=3, prefix=0),
+            "host": api.Tally(found=2, prefix=2, tokens=128),
+            "fs": api.Tally(found=3, prefix=0, tokens=0),
         }
+        assert [n.tokens for n in reply.nodes] == [5 * 64, 4 * 64, 0]
         assert [n.age for n in reply.nodes] == [1, 2, 0]
         assert b.keys is None
 

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
-from kvstrata.api.base import MAX_INT, MAX_KEYS, NUMBER, Answer, HexKey, Keys, Name, Request
+from kvstrata.api.base import MAX_INT, MAX_KEYS, NUMBER, Answer, Flag, HexKey, Keys, Name, Request
 
 __all__ = [
+    "MAX_TOKENS",
     "Change",
+    "Lookup",
     "LookupReply",
     "LookupRequest",
+    "ModelTokens",
     "NamespaceInfo",
     "NamespaceList",
+    "NamespaceTokens",
     "NodePlacement",
+    "Prompt",
     "Report",
     "ReportReply",
     "Tally",
+    "TokenLookup",
 ]
+
+MAX_TOKENS = 1 << 18
+"""Most token ids in one message of JSON. As msgpack (`kvstrata.bulk`) four times as many travel."""
 
 
 class Change(Request):
@@ -67,13 +76,97 @@ class NamespaceList(Answer):
     next: str | None = None
 
 
+def _numbers(value: Any) -> Any:
+    """Of a whole list at once: a prompt may have many."""
+    if isinstance(value, list) and not {*map(type, value)} <= {int, float}:
+        raise ValueError("numbers are wanted, and not text or truth values")
+    return value
+
+
+_TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, lt=1 << 32)]],
+    Field(min_length=1, max_length=MAX_TOKENS),
+    BeforeValidator(_numbers),
+]
+_Text = Annotated[str, Field(max_length=512)]
+_Nodes = Annotated[list[Name], Field(max_length=10_000)]
+
+
+def _has(name: str, yes: str, no: str) -> Discriminator:
+    """Tells two messages apart by a field that one of them has. Errors are about that one."""
+
+    def tag(value: Any) -> str:
+        fields = type(value).model_fields if isinstance(value, BaseModel) else value
+        return yes if isinstance(fields, dict) and name in fields else no
+
+    return Discriminator(tag)
+
+
+class _Tokens(Request):
+    """A prompt from its first token on; what comes after its last whole chunk counts for nothing.
+
+    `lora` and `cache_salt` are what its request says, as far as they go into hashes.
+    """
+
+    token_ids: _TokenIds
+    lora: _Text = ""
+    cache_salt: _Text = ""
+
+
+class NamespaceTokens(_Tokens):
+    """Token ids that the server hashes as engines of a namespace do, named by its digest."""
+
+    namespace: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class ModelTokens(_Tokens):
+    """Token ids that the server hashes as engines of a model do.
+
+    Of several revisions, and of several namespaces (by dtype, chunk size and the like), each
+    counts by itself. `tenant`: of those with this tenant salt; empty: of those without one.
+    """
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    revision: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    tenant: _Text = ""
+
+
+Prompt = Annotated[
+    Annotated[ModelTokens, Tag("model")] | Annotated[NamespaceTokens, Tag("namespace")],
+    _has("model", "model", "namespace"),
+]
+
+
 class LookupRequest(Request):
-    """POST /v1/placements:lookup. `prefix` reads `keys` as a chain, `all` as a set."""
+    """POST /v1/placements:lookup, by keys. `prefix` reads them as a chain, `all` as a set.
+
+    Of a model with several groups of layers, keys of each group are in the order of its chain;
+    how those of different groups are mixed doesn't matter for `tokens` in the answer.
+    """
 
     keys: Annotated[list[HexKey], Field(min_length=1, max_length=MAX_KEYS)]
     mode: Literal["prefix", "all"] = "prefix"
-    nodes: Annotated[list[Name], Field(max_length=10_000)] | None = None
+    nodes: _Nodes | None = None
     """Ask about these only; None: every node."""
+    return_keys: Flag = False
+    """`prefix` mode: give the keys that each node's longest prefix needs."""
+
+
+class TokenLookup(Request):
+    """POST /v1/placements:lookup, by token ids. The keys are those of the prompt's chunks that a
+    prefix may need, in the order in which they end, and then of their groups."""
+
+    tokens: Prompt
+    nodes: _Nodes | None = None
+    """Ask about these only; None: every node."""
+    return_keys: Flag = False
+    """Give the keys that each node's longest prefix needs."""
+
+
+Lookup = Annotated[
+    Annotated[TokenLookup, Tag("tokens")] | Annotated[LookupRequest, Tag("keys")],
+    _has("tokens", "tokens", "keys"),
+]
 
 
 class Tally(Answer):
@@ -81,22 +174,41 @@ class Tally(Answer):
 
     found: int
     prefix: int
+    tokens: int | None = None
+    """As `NodePlacement.tokens`, with this tier alone."""
 
 
 class NodePlacement(Answer):
     node: str
     incarnation: str
     prefix: int
-    """Leading keys this node can serve from any mix of its tiers."""
+    """Leading keys this node can serve from any mix of its tiers: all of them, whatever their
+    groups need."""
+    tokens: int | None = None
+    """Leading tokens that an engine need not compute with what this node has in any mix of its
+    tiers. There it has all chunks of groups of full attention, of a sliding window those that
+    cover the last `window` - 1 tokens, of states the last; it is where chunks of all groups end.
+    None where that isn't known: the namespace's document wasn't reported, or keys of one of its
+    groups, or of several namespaces, were asked for."""
     tiers: dict[str, Tally]
     age: float
     """Seconds since this node's last accepted report or heartbeat."""
+    namespace: str | None = None
+    """By token ids: the digest of the namespace that this is about. A node that holds chunks of
+    several has an entry for each."""
     keys: list[str] | None = None
-    """`all` mode: which of the keys asked for it holds, in request order."""
+    """`all` mode: which of the keys asked for it holds, in request order. With `return_keys`: those
+    that `tokens` need (`prefix`, where that is None), so that they may be moved or leased; given
+    for the best nodes, up to 65,536 keys in all."""
 
 
 class LookupReply(Answer):
     keys: int
+    """Keys asked for; by token ids, of chunks that a prefix may need."""
     nodes: list[NodePlacement]
-    """Best first: longest prefix (`all` mode: most keys), then the longest prefix in host
-    memory, then the youngest report. Nodes that hold none of the keys are left out."""
+    """Best first: most tokens or, where they aren't known, longest prefix (`all` mode: most keys),
+    then the same in host memory, then the youngest report. Nodes that hold none of the keys are
+    left out."""
+    refused: dict[str, str] = {}
+    """Digests of the model's namespaces whose hashes this server can't compute, and why. Where it
+    can compute none the request fails."""

@@ -30,9 +30,10 @@ EXAMPLES = {
                     node=SOURCE,
                     incarnation=INCARNATION,
                     prefix=2,
+                    tokens=32,
                     tiers={
-                        "fs": api.Tally(found=2, prefix=2),
-                        "host": api.Tally(found=1, prefix=1),
+                        "fs": api.Tally(found=2, prefix=2, tokens=32),
+                        "host": api.Tally(found=1, prefix=1, tokens=16),
                     },
                     age=0.4,
                 )

@@ -17,11 +17,18 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from kvstrata.bulk import MEDIA_TYPE, BulkLookup, BulkReport
+from kvstrata.bulk import (
+    MEDIA_TYPE,
+    BulkLookup,
+    BulkModelLookup,
+    BulkNamespaceLookup,
+    BulkReport,
+)
 from kvstrata.errors import Malformed
 from kvstrata_server.auth import authorize, identity_of
-from kvstrata_server.lookup import look_up
+from kvstrata_server.lookup import look_up, look_up_prompts
 from kvstrata_server.plane import state_of
+from kvstrata_server.prompts import prompts_of
 
 __all__ = ["ROUTES"]
 
@@ -29,6 +36,9 @@ T = TypeVar("T")
 
 _report = msgspec.msgpack.Decoder(BulkReport)
 _lookup = msgspec.msgpack.Decoder(BulkLookup)
+_namespace_lookup = msgspec.msgpack.Decoder(BulkNamespaceLookup)
+_model_lookup = msgspec.msgpack.Decoder(BulkModelLookup)
+_fields = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 
 
 class _BulkRoute(Route):
@@ -45,24 +55,53 @@ class _BulkRoute(Route):
 
 
 async def _post_report(request: Request) -> Response:
-    report = await _decoded(request, _report)
+    await authorize(request)
+    report = _decode(await request.body(), _report)
     return _answer(state_of(request).cluster.report(request.path_params["node_id"], report))
 
 
 async def _lookup_placements(request: Request) -> Response:
-    asked = await _decoded(request, _lookup)
+    await authorize(request)
+    asked = _asked(await request.body())
     state, who = state_of(request), identity_of(request)
+    if not isinstance(asked, BulkLookup):
+        seeds = state.settings.hash_seeds
+        prompts = await prompts_of(state.namespaces, who, seeds, asked.tokens)
+        return _answer(look_up_prompts(state.cluster, state.metrics, state.hot, asked, prompts))
     if who.tenants is not None:
         state.namespaces.require_visible((run.namespace for run in asked.keys), who)
     return _answer(look_up(state.cluster, state.metrics, state.hot, asked))
 
 
-async def _decoded(request: Request, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    await authorize(request)
+def _asked(body: bytes) -> BulkLookup | BulkNamespaceLookup | BulkModelLookup:
+    """By keys or by token ids, as the fields say. Nearly all are by keys, and read once."""
     try:
-        return decoder.decode(await request.body())
+        return _lookup.decode(body)
     except msgspec.DecodeError as e:
-        raise Malformed(f"the request does not follow its schema: {e}") from e
+        fields = _fields_of(body)
+        if "tokens" not in fields:
+            raise _malformed(e) from e
+    if "model" in _fields_of(fields["tokens"]):
+        return _decode(body, _model_lookup)
+    return _decode(body, _namespace_lookup)
+
+
+def _fields_of(raw: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
+    try:
+        return _fields.decode(raw)
+    except msgspec.DecodeError:
+        return {}
+
+
+def _decode(body: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.DecodeError as e:
+        raise _malformed(e) from e
+
+
+def _malformed(e: msgspec.DecodeError) -> Malformed:
+    return Malformed(f"the request does not follow its schema: {e}")
 
 
 def _answer(message: BaseModel) -> Response:

@@ -6,22 +6,22 @@ documents like all of ours, with the status codes that those clients know.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from kvstrata.errors import Malformed, Missing
-from kvstrata.keys import Key, Namespace
+from kvstrata.errors import Malformed
+from kvstrata.keys import Namespace
 from kvstrata_server.compat import DEFAULT_TENANT, Asked, Overlap, overlaps
 from kvstrata_server.dump import dump_of
 from kvstrata_server.examples import example
-from kvstrata_server.hashing import chunk_keys, sequence_hashes, sequence_keys
+from kvstrata_server.hashing import sequence_hashes, sequence_prefixes
 from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
+from kvstrata_server.prompts import Prompt, hashed, namespaces_of_model
 from kvstrata_server.roles import Identity
 from kvstrata_server.routes.parameters import State, Who
 
@@ -29,8 +29,6 @@ router = APIRouter(tags=["compatible"])
 
 
 _MOST_TOKENS = 1 << 20
-# Up to here hashing takes no longer than a change of threads is worth.
-_FEW_TOKENS = 16_384
 
 
 def _number(value: Any) -> Any:
@@ -225,21 +223,9 @@ async def query_prefix(asked: PrefixQuery, state: State, who: Who) -> PrefixAnsw
     sizes = {g.tokens_per_block for n in namespaces for g in n.groups}
     if asked.block_size is not None and asked.block_size not in sizes:
         raise Malformed(f"{asked.model_name} has blocks of {sorted(sizes)} tokens")
-
-    def keys(namespace: Namespace) -> Mapping[int, Sequence[Key]]:
-        return chunk_keys(
-            namespace,
-            asked.token_ids,
-            state.settings.hash_seeds,
-            asked.lora_name or "",
-            asked.cache_salt or "",
-        )
-
-    if len(asked.token_ids) > _FEW_TOKENS:
-        chunks = await asyncio.to_thread(lambda: [(n, keys(n)) for n in namespaces])
-    else:
-        chunks = [(n, keys(n)) for n in namespaces]
-    return _answer(state, asked, overlaps(state.cluster, chunks))
+    lora, salt = asked.lora_name or "", asked.cache_salt or ""
+    prompts = await hashed(namespaces, asked.token_ids, state.settings.hash_seeds, lora, salt)
+    return _answer(state, asked, overlaps(state.cluster, prompts.each))
 
 
 @router.post(
@@ -258,8 +244,8 @@ async def query_prefix_by_hash(
     if hashes is None:
         hashes = sequence_hashes(asked.block_hashes or ())
     namespaces = _namespaces(state, who, asked)
-    chunks = [(n, sequence_keys(n, hashes)) for n in namespaces]
-    return _answer(state, asked, overlaps(state.cluster, chunks))
+    prompts = [Prompt.of(n, sequence_prefixes(n, hashes)) for n in namespaces]
+    return _answer(state, asked, overlaps(state.cluster, prompts))
 
 
 @router.get(
@@ -308,14 +294,7 @@ async def dump(state: State) -> dict[str, Any]:
 
 def _namespaces(state: ControlState, who: Identity, asked: _Query) -> list[Namespace]:
     tenant = "" if asked.tenant_id == DEFAULT_TENANT else asked.tenant_id
-    found = [
-        namespace
-        for namespace in state.namespaces.visible(who)
-        if (namespace.model, namespace.tenant) == (asked.model_name, tenant)
-    ]
-    if not found:
-        raise Missing(f"no node has reported chunks of {asked.model_name}, tenant {tenant!r}")
-    return found
+    return namespaces_of_model(state.namespaces, who, asked.model_name, tenant)
 
 
 def _answer(

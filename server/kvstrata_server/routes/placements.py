@@ -7,8 +7,9 @@ from fastapi import APIRouter
 from kvstrata import api
 from kvstrata_server.cluster import keys_of
 from kvstrata_server.examples import example
-from kvstrata_server.lookup import look_up
+from kvstrata_server.lookup import look_up, look_up_prompts
 from kvstrata_server.problems import responses
+from kvstrata_server.prompts import prompts_of
 from kvstrata_server.routes.parameters import After, Limit, State, Who
 
 router = APIRouter(prefix="/v1", tags=["placements"])
@@ -17,12 +18,18 @@ router = APIRouter(prefix="/v1", tags=["placements"])
 @router.post(
     "/placements:lookup",
     summary="Find who holds a prefix",
-    responses=responses(),
+    responses=responses(404),
     openapi_extra=example("lookup_placements"),
 )
-async def lookup_placements(request: api.LookupRequest, state: State, who: Who) -> api.LookupReply:
-    """For a chain of keys, the longest prefix that each node can serve, in all and per tier.
+async def lookup_placements(request: api.Lookup, state: State, who: Who) -> api.LookupReply:
+    """For a chain of keys, or token ids that the server hashes as the engines do, the longest
+    prefix that each node can serve, in all and per tier. Of models with several groups of layers
+    it is one that an engine can go on from: of a window that takes the last chunks, of states one.
     Only nodes heard within their heartbeat TTL are offered, and each answer says how old it is."""
+    if isinstance(request, api.TokenLookup):
+        seeds = state.settings.hash_seeds
+        prompts = await prompts_of(state.namespaces, who, seeds, request.tokens)
+        return look_up_prompts(state.cluster, state.metrics, state.hot, request, prompts)
     if who.tenants is not None:
         state.namespaces.require_visible(keys_of(request.keys), who)
     return look_up(state.cluster, state.metrics, state.hot, request)
