@@ -428,6 +428,17 @@ async def test_a_deadline_that_has_passed(world, near):
     assert await near.fetch(address, KEYS[:2]) == [LOADED] * 2
 
 
+async def test_a_deadline_that_has_passed_costs_others_nothing(world, near):
+    address, source = await world.source()
+    assert await near.fetch(address, KEYS[:2]) == [LOADED] * 2
+    late, others = await asyncio.gather(
+        near.fetch(address, KEYS[2:4], soon(-1)), near.fetch(address, KEYS[4:6])
+    )
+    assert (late, others) == ([FAILED] * 2, [LOADED] * 2)
+    assert await near.fetch(address, KEYS[2:4]) == [LOADED] * 2
+    assert source.port.counters["sessions"] == 1  # the source heard of nothing that is wrong
+
+
 async def test_deadlines_are_in_the_injected_clock(world):
     clock = FakeClock(-1e6)
     near = await world.consumer(clock=clock)

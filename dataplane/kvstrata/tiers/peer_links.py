@@ -217,6 +217,8 @@ class PeerLinks:
     ) -> list[Outcome]:
         asked = time.monotonic()
         remaining = until - asked
+        if remaining <= 0:  # no source takes a negative time: it would end the session for all
+            raise Expired(f"{link.address} was not asked in time")
         wait = min(remaining / 2, _MOST_WAIT)
         granted = await link.acquire([item.key for item in items], remaining, wait, until)
         try:
