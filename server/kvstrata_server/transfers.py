@@ -415,15 +415,15 @@ class Scheduler:
     ) -> EndTransfer:
         """None: by its target, as the outcomes say."""
         known_to_target = transfer.offered is not None or transfer.state is TransferState.RUNNING
-        said = transfer.chunks(changed)
-        transfer.end(state, detail, self._clock())
+        said, now = transfer.chunks(changed), self._clock()
+        transfer.end(state, detail, now)
         write = EndTransfer(
             id=transfer.id,
             target=transfer.target,
             # Outcomes may have been posted at other servers.
             wanted=state if self._log_as else transfer.state,
             rest=Outcome.FAILED if state is None else Outcome.CANCELLED,
-            ended=self._clock(),
+            ended=now,
             bytes=transfer.bytes,
             detail=detail,
             chunks=said,
