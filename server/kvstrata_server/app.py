@@ -26,6 +26,7 @@ from kvstrata_server.auth import Gate, authorize
 from kvstrata_server.body_limit import BodyLimit
 from kvstrata_server.clock import Clock, steady_clock
 from kvstrata_server.metrics import Timing
+from kvstrata_server.no_nul import NoNul
 from kvstrata_server.plane import ControlState
 from kvstrata_server.routes import (
     audit,
@@ -94,6 +95,7 @@ def create_app(settings: ServerSettings, clock: Clock | None = None) -> FastAPI:
 
     # The last one added is asked first.
     app.add_middleware(BodyLimit, most=MAX_BODY_BYTES)
+    app.add_middleware(NoNul)
     app.add_middleware(Gate, state=state)
     app.add_middleware(Timing, metrics=state.metrics)
     return app

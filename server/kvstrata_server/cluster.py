@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from kvstrata import api
 from kvstrata.bulk import BulkChange, BulkReport
 from kvstrata.errors import Busy, Expired, Malformed, Missing
-from kvstrata.keys import Key, Namespace
+from kvstrata.keys import Key
 from kvstrata_server.batches import KeyBatch, joined
 from kvstrata_server.changes import (
     Entry,
@@ -47,6 +47,7 @@ from kvstrata_server.clock import Clock
 from kvstrata_server.index import HOST, LocationId
 from kvstrata_server.metrics import Metrics
 from kvstrata_server.namespaces import Namespaces
+from kvstrata_server.no_nul import namespace_of
 from kvstrata_server.places import PlaceChange, Places, Serves
 from kvstrata_server.writer import Writer
 from kvstrata_server.writes import DropNode, PutNode, SetSeq, Write
@@ -339,7 +340,7 @@ class Cluster:
     def _apply(self, node: Node, report: api.Report | BulkReport) -> None:
         """All of it or, if something is wrong with the report, nothing."""
         changes = self._changes(node, report)
-        documents = [Namespace.parse(document.encode()) for document in report.namespaces]
+        documents = [namespace_of(document) for document in report.namespaces]
         self._writer.require_room()
         writes = self.namespaces.learn(documents)
         mentioned = [self.index.families.namespaces(change.added) for change in changes]

@@ -15,14 +15,17 @@ __all__ = [
     "MAX_INT",
     "MAX_KEYS",
     "MAX_WAIT",
+    "NO_NUL",
     "NUMBER",
     "Answer",
+    "Detail",
     "Flag",
     "HexKey",
     "Keys",
     "Name",
     "Problem",
     "Request",
+    "Text",
     "WrongPart",
     "from_hex",
 ]
@@ -59,6 +62,12 @@ def from_hex(text: str) -> Key:
     return Key(raw)
 
 
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.replace("\0", "\ufffd").encode(errors="replace").decode()
+    return value
+
+
 def _number(value: Any) -> Any:
     if isinstance(value, bool | str | bytes):
         raise ValueError("a number is wanted, and not text or a truth value")
@@ -79,6 +88,11 @@ HexKey = Annotated[
     ),
 ]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._:-]+$")]
+# What databases take as text: PostgreSQL takes no NUL.
+NO_NUL = r"^[^\x00]*$"
+Text = Annotated[str, StringConstraints(pattern=NO_NUL)]
+# What went wrong somewhere, in whatever words: it must be possible to say so.
+Detail = Annotated[str, Field(max_length=2000), BeforeValidator(_printable)]
 Keys = Annotated[list[HexKey], Field(max_length=MAX_KEYS)]
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvstrata.api.base import MAX_INT, NUMBER, Answer, Flag, HexKey, Name, Request
+from kvstrata.api.base import MAX_INT, NUMBER, Answer, Detail, Flag, HexKey, Name, Request
 from kvstrata.api.transfers import Outcome, TransferState
 
 __all__ = ["Command", "CommandBatch", "Progress", "ProgressReply", "SourceRef"]
@@ -71,7 +71,7 @@ class Progress(Request):
     outcomes: dict[HexKey, Outcome] = {}
     sources: dict[HexKey, Name] = {}
     bytes: Annotated[int, Field(ge=0, le=MAX_INT), NUMBER] = 0
-    detail: Annotated[str, Field(max_length=2000)] = ""
+    detail: Detail = ""
 
 
 class ProgressReply(Answer):

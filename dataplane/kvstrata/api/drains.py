@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from kvstrata.api.base import MAX_KEYS, NUMBER, Answer, HexKey, Name, Request
+from kvstrata.api.base import MAX_KEYS, NUMBER, Answer, Detail, HexKey, Name, Request
 from kvstrata.api.transfers import Outcome
 
 __all__ = [
@@ -120,7 +120,7 @@ class StoreResult(Request):
     outcomes: Annotated[dict[HexKey, Outcome], Field(max_length=MAX_KEYS)] = {}
     stores: Annotated[dict[HexKey, Name], Field(max_length=MAX_KEYS)] = {}
     """Which store each one is in that is `stored` or `present`."""
-    detail: Annotated[str, Field(max_length=2000)] = ""
+    detail: Detail = ""
 
 
 class OrderReply(Answer):

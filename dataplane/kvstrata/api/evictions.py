@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvstrata.api.base import MAX_INT, MAX_KEYS, NUMBER, Answer, HexKey, Name, Request
+from kvstrata.api.base import MAX_INT, MAX_KEYS, NUMBER, Answer, Detail, HexKey, Name, Request, Text
 
 __all__ = [
     "EvictionInfo",
@@ -53,8 +53,8 @@ class OfNamespaces(Request):
 class OfModel(Request):
     """All chunks of a model, or of one revision of its weights."""
 
-    model: Annotated[str, Field(min_length=1, max_length=512)]
-    revision: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    model: Annotated[Text, Field(min_length=1, max_length=512)]
+    revision: Annotated[Text, Field(min_length=1, max_length=512)] | None = None
 
 
 class EvictionRequest(Request):
@@ -101,4 +101,4 @@ class EvictionResult(Request):
     dropped: Annotated[
         dict[Name, Annotated[int, Field(ge=0, le=MAX_INT), NUMBER]] | None, Field(max_length=64)
     ] = None
-    detail: Annotated[str, Field(max_length=2000)] = ""
+    detail: Detail = ""

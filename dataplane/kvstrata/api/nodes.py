@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvstrata.api.base import MAX_INT, NUMBER, Answer, Flag, Name, Request
+from kvstrata.api.base import MAX_INT, NUMBER, Answer, Detail, Flag, Name, Request, Text
 from kvstrata.api.drains import DrainState
 
 __all__ = [
@@ -28,18 +28,18 @@ class StoreRef(Request):
     """A secondary tier that a node has attached. Nodes naming the same id share one store."""
 
     id: Name
-    tier: Annotated[str, Field(min_length=1, max_length=64)]
+    tier: Annotated[Text, Field(min_length=1, max_length=64)]
 
 
 class EventsAt(Request):
     """Where a node publishes KV events in vLLM's format, and for what."""
 
-    endpoint: Annotated[str, Field(min_length=1, max_length=255)]
+    endpoint: Annotated[Text, Field(min_length=1, max_length=255)]
     """To subscribe to, as in `tcp://10.0.0.7:5557`."""
-    replay: Annotated[str, Field(max_length=255)] = ""
+    replay: Annotated[Text, Field(max_length=255)] = ""
     """To ask for what was lost; empty: nowhere."""
-    topic: Annotated[str, Field(max_length=512)] = ""
-    model: Annotated[str, Field(max_length=512)] = ""
+    topic: Annotated[Text, Field(max_length=512)] = ""
+    model: Annotated[Text, Field(max_length=512)] = ""
     """Only chunks of this model; empty: of all."""
     rank: Annotated[int, Field(ge=0, le=1 << 31), NUMBER] = 0
 
@@ -49,7 +49,7 @@ class NodeRegistration(Request):
 
     id: Name
     incarnation: Name
-    peer_address: Annotated[str, Field(max_length=255)] | None = None
+    peer_address: Annotated[Text, Field(max_length=255)] | None = None
     """Where other nodes reach its peer port (`tcp://10.0.0.7:7801`); None: can't be a source."""
     transports: list[Name] = []
     capacity_bytes: Annotated[int, Field(ge=0, le=MAX_INT), NUMBER] = 0
@@ -81,7 +81,7 @@ class HeartbeatRequest(Request):
     incarnation: Name
     host: HostUse
     healthy: Flag = True
-    detail: Annotated[str, Field(max_length=2000)] = ""
+    detail: Detail = ""
     next_seq: Annotated[int, Field(ge=0, le=MAX_INT), NUMBER] | None = None
     """`seq` of the node's next report: shows a server that lost the last ones that it did."""
     events: Annotated[list[EventsAt], Field(max_length=64)] | None = None

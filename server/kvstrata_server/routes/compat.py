@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
+from kvstrata.api.base import NO_NUL
 from kvstrata.errors import Malformed
 from kvstrata.keys import Namespace
 from kvstrata_server.compat import DEFAULT_TENANT, Asked, Overlap, overlaps
@@ -254,7 +255,9 @@ async def query_prefix_by_hash(
     responses=responses(),
     openapi_extra=example("list_workers"),
 )
-async def list_workers(state: State, model_name: str | None = None) -> list[Worker]:
+async def list_workers(
+    state: State, model_name: Annotated[str | None, Query(pattern=NO_NUL)] = None
+) -> list[Worker]:
     """All of them, or those of one model, and whether their nodes are up."""
     found: dict[tuple[str, str, str], Worker] = {}
     for instance in state.instances.all():

@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 
 from kvstrata import api
+from kvstrata.api.base import NO_NUL
 from kvstrata_server.examples import example
 from kvstrata_server.examples.world import INCARNATION
 from kvstrata_server.problems import Forbidden, responses
@@ -18,6 +19,7 @@ Incarnation = Annotated[
     str,
     Query(
         max_length=128,
+        pattern=NO_NUL,
         description="The node's start id, as registered",
         examples=[INCARNATION],
     ),

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Header, Path, Query
 
 from kvstrata import api
+from kvstrata.api.base import NO_NUL
 from kvstrata_server.auth import identity_of
 from kvstrata_server.examples.world import SOURCE
 from kvstrata_server.plane import ControlState, state_of
@@ -18,7 +19,8 @@ State = Annotated[ControlState, Depends(state_of)]
 Who = Annotated[Identity, Depends(identity_of)]
 
 After = Annotated[
-    str | None, Query(max_length=128, description="Cursor: `next` of the page before")
+    str | None,
+    Query(max_length=128, pattern=NO_NUL, description="Cursor: `next` of the page before"),
 ]
 Limit = Annotated[int, Query(ge=1, le=1000, description="Most entries of a page")]
 NodeId = Annotated[str, Path(max_length=128, examples=[SOURCE])]
