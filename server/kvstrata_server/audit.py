@@ -20,7 +20,8 @@ __all__ = ["ForgetAudit", "PutAudit", "page"]
 
 @dataclass(frozen=True, slots=True)
 class PutAudit:
-    """One act: `operation` as in the API's document, `subject` the path it was about."""
+    """One act: `operation` as in the API's document, `subject` the path of what it was about: of
+    a transfer, say, that it made."""
 
     time: float
     actor: str

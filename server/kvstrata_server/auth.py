@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvstrata_server.answered import Answered
+from kvstrata_server.answered import Answered, subject_of
 from kvstrata_server.audit import PutAudit
 from kvstrata_server.plane import ControlState, state_of
 from kvstrata_server.problems import Forbidden, problem
@@ -72,7 +72,7 @@ class Gate:
                         actor=identity.name,
                         client=client,
                         operation=operation,
-                        subject=scope["path"],
+                        subject=subject_of(scope, answered),
                         status=answered.status,
                     )
                 )

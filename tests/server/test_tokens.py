@@ -253,8 +253,8 @@ async def test_what_changes_state_is_written_down(tmp_path):
         await r.state.writer.flushed(5)
         log = (await r.http.get("/v1/audit", headers=bearer("root"))).json()["entries"]
         assert [(e["actor"], e["operation"], e["subject"], e["status"]) for e in log] == [
-            ("settings", "register_node", "/v1/nodes", 200),
-            ("router", "create_transfer", "/v1/transfers", 202),
+            ("settings", "register_node", "/v1/nodes/a", 200),
+            ("router", "create_transfer", f"/v1/transfers/{made.json()['id']}", 202),
             ("router", "deregister_node", "/v1/nodes/a", 403),
             ("settings", "cancel_transfer", f"/v1/transfers/{made.json()['id']}", 200),
         ]
@@ -262,6 +262,37 @@ async def test_what_changes_state_is_written_down(tmp_path):
         second = await r.http.get("/v1/audit?limit=1&after=1", headers=bearer("root"))
         assert second.json()["entries"] == log[1:2]
         assert second.json()["next"] == 2
+
+
+async def test_the_log_names_what_was_made(tmp_path):
+    async with running(tmp_path) as r:
+        await join(r.control, "a")
+        chunks = {"node": "a", "keys": keys(1), "deadline": 5}
+        instance = {"instance_id": 7, "model_name": "m/x\0", "endpoint": "tcp://a:1"}
+        asked = {
+            "create_prefetch": ("/v1/prefetches", chunks, "/v1/transfers/{id}"),
+            "create_lease": ("/v1/leases", chunks | {"ttl": 5}, "/v1/leases/{id}"),
+            "create_eviction": (
+                "/v1/evictions", {"chunks": {"keys": keys(1)}}, "/v1/evictions/{id}",
+            ),
+            "create_transfer": (
+                "/v1/transfers", {"target": "a", "keys": keys(1), "dry_run": True}, "/v1/transfers",
+            ),
+            "register_instance": (
+                "/register", instance | {"block_size": 4, "dp_rank": 1},
+                "/workers?model_name=m%2Fx%00&instance_id=7&dp_rank=1",
+            ),
+            "unregister_instance": (
+                "/unregister", instance, "/workers?model_name=m%2Fx%00&instance_id=7",
+            ),
+        }  # fmt: skip
+        wanted = []
+        for operation, (path, body, subject) in asked.items():
+            answer = (await r.http.post(path, json=body)).json()
+            wanted.append((operation, subject.format(id=answer.get("id"))))
+        await r.state.writer.flushed(5)
+        log = (await r.http.get("/v1/audit")).json()["entries"]
+        assert [(e["operation"], e["subject"]) for e in log[1:]] == wanted
 
 
 async def test_nothing_is_done_that_the_log_has_no_room_for(tmp_path, monkeypatch):

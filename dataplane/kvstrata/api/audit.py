@@ -9,7 +9,8 @@ __all__ = ["AuditEntry", "AuditList"]
 
 class AuditEntry(Answer):
     """One act that changed state. `actor` is the token's name, `operation` is named as in the
-    API's document, `subject` is the path asked for, `status` the HTTP status answered."""
+    API's document, `subject` is the path of what it was about: of a transfer, say, that it made.
+    `status` is the HTTP status answered."""
 
     id: int
     time: float

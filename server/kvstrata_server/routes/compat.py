@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from kvstrata.api.base import NO_NUL
 from kvstrata.errors import Malformed
 from kvstrata.keys import Namespace
+from kvstrata_server.answered import acts_on
 from kvstrata_server.compat import DEFAULT_TENANT, Asked, Overlap, overlaps
 from kvstrata_server.dump import dump_of
 from kvstrata_server.examples import example
@@ -183,8 +185,9 @@ class Worker(BaseModel):
     responses=responses(404, 409, 503),
     openapi_extra=example("register_instance", 201),
 )
-async def register_instance(asked: InstanceRegistration, state: State) -> Done:
+async def register_instance(asked: InstanceRegistration, request: Request, state: State) -> Done:
     """Call the node that publishes its KV events at `endpoint` by this id in answers."""
+    acts_on(request, _worker(asked))
     state.instances.register(
         Asked(
             str(asked.instance_id),
@@ -204,8 +207,9 @@ async def register_instance(asked: InstanceRegistration, state: State) -> Done:
     responses=responses(404, 503),
     openapi_extra=example("unregister_instance"),
 )
-async def unregister_instance(asked: InstanceRemoval, state: State) -> Done:
+async def unregister_instance(asked: InstanceRemoval, request: Request, state: State) -> Done:
     """Forget an instance, or one rank of it."""
+    acts_on(request, _worker(asked))
     state.instances.unregister(
         str(asked.instance_id), asked.model_name, asked.tenant_id, asked.dp_rank
     )
@@ -298,6 +302,13 @@ async def dump(state: State) -> dict[str, Any]:
 def _namespaces(state: ControlState, who: Identity, asked: _Query) -> list[Namespace]:
     tenant = "" if asked.tenant_id == DEFAULT_TENANT else asked.tenant_id
     return namespaces_of_model(state.namespaces, who, asked.model_name, tenant)
+
+
+def _worker(asked: InstanceRegistration | InstanceRemoval) -> str:
+    """For the audit log."""
+    names = {"model_name": asked.model_name, "instance_id": asked.instance_id}
+    rank = {} if asked.dp_rank is None else {"dp_rank": asked.dp_rank}
+    return f"/workers?{urlencode(names | rank)}"
 
 
 def _answer(

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query, Request
 
 from kvstrata import api
 from kvstrata.api.base import NO_NUL
+from kvstrata_server.answered import acts_on
 from kvstrata_server.examples import example
 from kvstrata_server.examples.world import INCARNATION
 from kvstrata_server.problems import Forbidden, responses
@@ -33,10 +34,11 @@ Incarnation = Annotated[
     openapi_extra=example("register_node"),
 )
 async def register_node(
-    registration: api.NodeRegistration, state: State, who: Who
+    registration: api.NodeRegistration, request: Request, state: State, who: Who
 ) -> api.RegistrationReply:
     """A node says that it is here. Repeating it is harmless; a new incarnation voids what the
     old one held in host memory."""
+    acts_on(request, f"/v1/nodes/{registration.id}")
     if who.node is not None and who.node != registration.id:
         raise Forbidden(f"token {who.name!r} is for node {who.node!r}, not {registration.id!r}")
     return state.cluster.register(registration)
