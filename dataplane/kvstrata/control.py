@@ -117,8 +117,11 @@ class _Calls:
         return _Call("DELETE", _node(node, "/drain"), api.DrainInfo)
 
     @staticmethod
-    def create_eviction(request: api.EvictionRequest) -> _Call[api.EvictionInfo]:
-        return _Call("POST", "/v1/evictions", api.EvictionInfo, request)
+    def create_eviction(
+        request: api.EvictionRequest, idempotency_key: str | None
+    ) -> _Call[api.EvictionInfo]:
+        headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
+        return _Call("POST", "/v1/evictions", api.EvictionInfo, request, headers=headers)
 
     @staticmethod
     def eviction(eviction: str) -> _Call[api.EvictionInfo]:
@@ -333,8 +336,10 @@ class ControlPlane(_Client):
         """The node takes new chunks again, also if it was drained already."""
         return await self._run(_Calls.cancel_drain(node))
 
-    async def create_eviction(self, request: api.EvictionRequest) -> api.EvictionInfo:
-        return await self._run(_Calls.create_eviction(request))
+    async def create_eviction(
+        self, request: api.EvictionRequest, idempotency_key: str | None = None
+    ) -> api.EvictionInfo:
+        return await self._run(_Calls.create_eviction(request, idempotency_key))
 
     async def eviction(self, eviction: str) -> api.EvictionInfo:
         return await self._run(_Calls.eviction(eviction))
@@ -423,8 +428,10 @@ class SyncControlPlane(_Client):
     def cancel_drain(self, node: str) -> api.DrainInfo:
         return self._run(_Calls.cancel_drain(node))
 
-    def create_eviction(self, request: api.EvictionRequest) -> api.EvictionInfo:
-        return self._run(_Calls.create_eviction(request))
+    def create_eviction(
+        self, request: api.EvictionRequest, idempotency_key: str | None = None
+    ) -> api.EvictionInfo:
+        return self._run(_Calls.create_eviction(request, idempotency_key))
 
     def eviction(self, eviction: str) -> api.EvictionInfo:
         return self._run(_Calls.eviction(eviction))

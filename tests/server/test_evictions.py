@@ -6,7 +6,7 @@ from server_kit import DOCUMENT, NAMESPACE, join, keys, report, running
 
 from kvstrata import api
 from kvstrata.api import EvictionState
-from kvstrata.errors import Busy, Expired, Missing
+from kvstrata.errors import Busy, Expired, Missing, PeerRefused
 from kvstrata_server import evictions
 
 S = EvictionState
@@ -196,6 +196,40 @@ async def test_lists_have_pages_and_old_ones_are_forgotten(tmp_path):
         r.state.evictions.forget_old()
         with pytest.raises(Missing):
             await r.control.eviction(made[0])
+
+
+async def test_an_idempotency_key_makes_a_retry_harmless(place):
+    async with running(place) as r:
+        await nodes(r, "a")
+        request = api.EvictionRequest(chunks=api.OfKeys(keys=keys(1)))
+        both = await asyncio.gather(*(r.control.create_eviction(request, "k") for _ in range(3)))
+        assert len({made.id for made in both}) == 1
+        assert [c.transfer for c in await told(r, "a")] == [both[0].id]
+        with pytest.raises(PeerRefused, match="another key"):
+            await r.control.create_eviction(request.model_copy(update={"deadline": 7.0}), "k")
+        await say(r, "a", both[0].id, {"host": 1})
+        again = await r.control.create_eviction(request, "k")
+        assert (again.id, again.state) == (both[0].id, S.DONE)
+
+
+async def test_what_was_accepted_too_late_to_say_so_is_carried_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(evictions, "_COMMIT_TIMEOUT", 0.01)
+    async with running(tmp_path) as r:
+        await nodes(r, "a")
+        write_batch, go_on = r.state.writer.write_batch, asyncio.Event()
+
+        async def slow():
+            await go_on.wait()
+            await write_batch()
+
+        monkeypatch.setattr(r.state.writer, "write_batch", slow)
+        with pytest.raises(Busy, match="did not take a write"):
+            await ask(r, keys=keys(1))
+        go_on.set()
+        await r.state.writer.flushed(10)
+        r.state.evictions.settle()
+        (command,) = await told(r, "a")
+        assert command.keys == keys(1)
 
 
 async def test_only_who_was_asked_may_answer(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from kvstrata.errors import Expired, Malformed
 from kvstrata_server.feed import Feed, NodeChange, Voided
 from kvstrata_server.index import HOST
 from kvstrata_server.roles import Role
+from kvstrata_server.routes import sse
 from kvstrata_server.tokens import create, revoke
 
 
@@ -255,10 +256,17 @@ async def test_a_token_that_is_revoked_reads_no_further(tmp_path: Path) -> None:
 async def test_a_reader_that_does_not_read_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvstrata_server.routes import stream
+    monkeypatch.setattr(sse, "_STALL", 0.01)
+    closed = asyncio.Event()
 
-    monkeypatch.setattr(stream, "_STALL", 0.01)
-    response = stream._EventStream(Feed(), Feed().cursor, None, lambda: True)  # type: ignore[arg-type]
+    async def events() -> AsyncGenerator[str]:
+        try:
+            while True:
+                yield sse.NOTHING_NEW
+        finally:
+            closed.set()
+
+    response = sse.EventStream(events())
 
     async def receive() -> Any:
         await asyncio.Event().wait()
@@ -268,6 +276,7 @@ async def test_a_reader_that_does_not_read_is_dropped(
             await asyncio.Event().wait()
 
     await response({}, receive, send)
+    assert closed.is_set()
 
 
 # ---------------------------------------------------------------- the feed itself

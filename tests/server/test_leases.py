@@ -59,6 +59,37 @@ async def test_it_ends_early_on_request_and_the_node_is_told(tmp_path):
         assert (await r.control.get_transfer(made["id"])).state is api.TransferState.DONE
 
 
+async def test_a_release_outlives_the_server_and_so_does_its_news(tmp_path):
+    async with running(tmp_path) as r:
+        await ready(r)
+        made = await lease(r, 0)
+        kept = await lease(r, 1)
+        for _ in range(2):
+            for command in (await r.control.commands("n", "i1")).commands:
+                found = dict.fromkeys(command.keys, Outcome.PRESENT)
+                await r.control.progress(
+                    "n",
+                    api.Progress(
+                        incarnation="i1", transfer=command.transfer, final=True, outcomes=found
+                    ),
+                )
+        await r.http.delete(f"/v1/leases/{made['id']}")
+        cancelled = await lease(r, 0)
+        await r.http.delete(f"/v1/leases/{cancelled['id']}")
+        clock = r.clock
+    async with running(tmp_path, clock) as r:
+        states = [
+            (await r.http.get(f"/v1/leases/{each['id']}")).json()["state"]
+            for each in (made, kept, cancelled)
+        ]
+        assert states == ["ended", "held", "ended"]
+        told = (await r.control.commands("n", "i1")).commands
+        assert {(c.kind, c.transfer) for c in told} == {
+            ("cancel", made["id"]),
+            ("cancel", cancelled["id"]),
+        }
+
+
 async def test_one_that_got_nothing_holds_nothing(tmp_path):
     async with running(tmp_path) as r:
         await ready(r)

@@ -93,6 +93,33 @@ async def test_what_has_a_place_is_offered_again_however_many_wait_for_its_link(
         assert await handed_out(r) == [first]
 
 
+@pytest.mark.parametrize("source", ["a", "any"])
+async def test_however_many_wait_for_a_link_others_behind_them_are_handed_out(tmp_path, source):
+    async with running(tmp_path, transfers_per_node=4, transfers_per_link=1) as r:
+        await cluster(r, "a")
+        await join(r.control, "b")
+        await r.control.report("b", report(0, host([key(NAMESPACE, 200)])))
+        first = await ask(r, NAMESPACE, 0, source=source)
+        waiting = [await ask(r, NAMESPACE, 1 + i, source=source, priority=9) for i in range(70)]
+        behind = await ask(r, NAMESPACE, 200, source="any", priority=1)
+        # A poll that may wait looks at all of them; how much it does at once is bounded.
+        polls = [(await r.control.commands("t", "i1", wait=5)).commands]
+        if source == "any":  # where each may come from is seen by planning only
+            polls.append((await r.control.commands("t", "i1", wait=5)).commands)
+        assert [c.transfer for told in polls for c in told] == [waiting[0], behind]
+        # And what waits is handed out when the link is free, or when another source is there.
+        await finish(r, waiting[0])
+        assert await handed_out(r) == [waiting[1]]
+        if source == "any":
+            await r.control.deregister("a")
+            await join(r.control, "c")
+            everything = [key(NAMESPACE, i) for i in range(100)]
+            await r.control.report("c", report(0, host(everything)))
+            r.clock.advance(5)
+            assert set(await handed_out(r)) >= {waiting[2]}
+        assert first not in await handed_out(r)
+
+
 async def test_an_expired_transfer_makes_room(tmp_path):
     async with running(tmp_path, transfers_per_node=1) as r:
         await cluster(r, "a")

@@ -78,6 +78,11 @@ _EVICTION = api.EvictionInfo(
     ],
 )
 
+
+def _told(summary: api.TransferSummary) -> str:
+    return f"event: transfer\ndata: {summary.model_dump_json()}\n\n"
+
+
 EXAMPLES = {
     "create_transfer": (
         api.TransferRequest(target=TARGET, keys=KEYS, priority=7, deadline=30, hold=120),
@@ -85,6 +90,20 @@ EXAMPLES = {
     ),
     "list_transfers": (None, api.TransferList(transfers=[_SUMMARY], next=TRANSFER)),
     "get_transfer": (None, _DONE),
+    "watch_transfer": (
+        None,
+        _told(
+            _SUMMARY.model_copy(
+                update={
+                    "state": api.TransferState.RUNNING,
+                    "ended": None,
+                    "bytes": 0,
+                    "counts": {Outcome.PENDING: len(KEYS)},
+                }
+            )
+        )
+        + _told(_SUMMARY),
+    ),
     "cancel_transfer": (
         None,
         _transfer(api.TransferState.CANCELLED, Outcome.CANCELLED, ended=CREATED + 0.1, **_HINTS),

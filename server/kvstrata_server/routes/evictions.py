@@ -10,7 +10,7 @@ from kvstrata import api
 from kvstrata_server.examples import example
 from kvstrata_server.examples.world import EVICTION
 from kvstrata_server.problems import responses
-from kvstrata_server.routes.parameters import After, Limit, NodeId, State
+from kvstrata_server.routes.parameters import After, IdempotencyKey, Limit, NodeId, State
 
 router = APIRouter(prefix="/v1", tags=["evictions"])
 
@@ -21,15 +21,18 @@ EvictionId = Annotated[str, Path(max_length=64, examples=[EVICTION])]
     "/evictions",
     summary="Have nodes drop chunks",
     status_code=202,
-    responses=responses(404, 503),
+    responses=responses(404, 409, 503),
     openapi_extra=example("create_eviction", 202),
 )
 async def create_eviction(
-    request: api.EvictionRequest, response: Response, state: State
+    request: api.EvictionRequest,
+    response: Response,
+    state: State,
+    idempotency_key: IdempotencyKey = None,
 ) -> api.EvictionInfo:
     """Ask nodes to drop chunks: some keys, a namespace, or all of a model. Accepted and kept; read
     it again for what each node dropped."""
-    eviction = await state.evictions.create(request)
+    eviction = await state.evictions.create(request, idempotency_key)
     response.headers["Location"] = f"/v1/evictions/{eviction.id}"
     return eviction
 

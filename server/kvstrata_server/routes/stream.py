@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Query
+from fastapi import APIRouter, Header, Query
 from fastapi.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from kvstrata.errors import Expired
-from kvstrata_server.auth import standing_of
 from kvstrata_server.batches import Families
 from kvstrata_server.examples import example
 from kvstrata_server.feed import Change, Feed, NodeChange, Placed, Voided
@@ -20,25 +18,13 @@ from kvstrata_server.index import HOST
 from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
 from kvstrata_server.routes.parameters import State
+from kvstrata_server.routes.sse import NOTHING_NEW, SILENCE, STREAM, EventStream, Standing, event
 
 router = APIRouter(prefix="/v1", tags=["events"])
 
-Standing = Annotated[Callable[[], bool], Depends(standing_of)]
-
 _CURSOR = r"^([0-9a-f]{1,32}:[0-9]{1,18})?$"
-# Proxies close what is silent for longer.
-_SILENCE = 10.0
-# A reader that takes nothing for so long is dropped. It may come back for what it missed.
-_STALL = 30.0
 _MOST_KEYS = 5000
 
-_STREAM: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "Server-sent events",
-        # Of all of them: what one is like can be said since OpenAPI 3.2.
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
-    }
-}
 _LINES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "One JSON document a line",
@@ -51,7 +37,7 @@ _LINES: dict[int | str, dict[str, Any]] = {
     "/events",
     summary="Follow who holds what",
     response_class=Response,
-    responses={**responses(410), **_STREAM},
+    responses={**responses(410), **STREAM},
     openapi_extra=example("stream_events", kind="text/event-stream"),
 )
 async def stream_events(
@@ -78,7 +64,7 @@ async def stream_events(
     asked = last_event_id or since
     cursor = asked or state.feed.cursor
     state.feed.number_of(cursor)
-    return _EventStream(state.feed, cursor, state.index.families, standing)
+    return EventStream(_events(state.feed, cursor, state.index.families, standing))
 
 
 @router.get(
@@ -112,75 +98,38 @@ async def _snapshot(state: ControlState) -> AsyncIterator[bytes]:
     yield _line({"end": True})
 
 
-class _EventStream(Response):
-    """Sends until the reader leaves, is lost, stops to read, or its token is none any more
-    (`standing`); `feed.close` ends it, too."""
-
-    def __init__(
-        self, feed: Feed, cursor: str, families: Families, standing: Callable[[], bool]
-    ) -> None:
-        super().__init__(
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
-        )
-        del self.headers["content-length"]
-        self._feed = feed
-        self._cursor = cursor
-        self._families = families
-        self._standing = standing
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        leaving = asyncio.create_task(_left(receive))
-        sending = asyncio.create_task(self._send(send))
+async def _events(
+    feed: Feed, cursor: str, families: Families, standing: Callable[[], bool]
+) -> AsyncGenerator[str]:
+    """Until the token is none any more (`standing`), or the feed is closed."""
+    yield event("start", {}, cursor)
+    while not feed.closed and standing():
         try:
-            await asyncio.wait({leaving, sending}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (leaving, sending):
-                task.cancel()
-            ended = await asyncio.gather(leaving, sending, return_exceptions=True)
-        if isinstance(ended[1], Exception) and not isinstance(ended[1], TimeoutError | OSError):
-            raise ended[1]
-
-    async def _send(self, send: Send) -> None:
-        async def say(text: str, more: bool = True) -> None:
-            async with asyncio.timeout(_STALL):
-                await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
-
-        await say(_event("start", {}, self._cursor))
-        while not self._feed.closed and self._standing():
-            try:
-                found = self._feed.after(self._cursor)
-            except Expired:
-                break  # too slow: it will be told when it comes back
-            if found is None:
-                before = self._feed.cursor
-                await self._feed.wait(_SILENCE)
-                if self._feed.cursor == before and not self._feed.closed:
-                    await say(": nothing new\n\n")
-                continue
-            number, change = found
-            self._cursor = self._feed.cursor_at(number)
-            for text in _texts(change, self._cursor, self._families):
-                await say(text)
-        await say("", more=False)
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+            found = feed.after(cursor)
+        except Expired:
+            return  # too slow: it will be told when it comes back
+        if found is None:
+            before = feed.cursor
+            await feed.wait(SILENCE)
+            if feed.cursor == before and not feed.closed:
+                yield NOTHING_NEW
+            continue
+        number, change = found
+        cursor = feed.cursor_at(number)
+        for text in _texts(change, cursor, families):
+            yield text
 
 
 def _texts(change: Change, cursor: str, families: Families) -> Iterator[str]:
     """One change as events; the last bears the cursor."""
     if isinstance(change, NodeChange):
-        yield _event("node", {"node": change.node, "stores": change.stores}, cursor)
+        yield event("node", {"node": change.node, "stores": change.stores}, cursor)
     elif isinstance(change, Voided):
-        yield _event("voided", {"node": change.node, "location": change.location}, cursor)
+        yield event("voided", {"node": change.node, "location": change.location}, cursor)
     else:
         parts = [*_parts(change, "removed", families), *_parts(change, "added", families)]
         for n, part in enumerate(parts, 1):
-            yield _event("placements", part, cursor if n == len(parts) else None)
+            yield event("placements", part, cursor if n == len(parts) else None)
 
 
 def _parts(change: Placed, name: str, families: Families) -> Iterator[dict[str, Any]]:
@@ -195,11 +144,6 @@ def _parts(change: Placed, name: str, families: Families) -> Iterator[dict[str, 
             "added": [],
             name: [key.hex() for key in keys],
         }
-
-
-def _event(kind: str, data: Any, cursor: str | None) -> str:
-    mark = "" if cursor is None else f"id: {cursor}\n"
-    return f"{mark}event: {kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
 def _line(document: Any) -> bytes:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from collections.abc import AsyncGenerator, Callable
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Response
 
 from kvstrata import api
-from kvstrata.errors import Missing
+from kvstrata.errors import Busy, Missing
 from kvstrata_server.cluster import keys_of
 from kvstrata_server.examples import example
 from kvstrata_server.examples.world import TRANSFER
@@ -16,6 +18,7 @@ from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
 from kvstrata_server.roles import Identity
 from kvstrata_server.routes.parameters import PLANNED, After, IdempotencyKey, Limit, State, Who
+from kvstrata_server.routes.sse import NOTHING_NEW, SILENCE, STREAM, EventStream, Standing, event
 
 router = APIRouter(prefix="/v1/transfers", tags=["transfers"])
 
@@ -82,6 +85,50 @@ async def cancel_transfer(transfer_id: TransferId, state: State, who: Who) -> ap
     """Cancel it. One that has ended stays as it is; what it holds at its target is released."""
     await _seen(transfer_id, state, who)
     return await state.transfers.cancel(transfer_id)
+
+
+@router.get(
+    "/{transfer_id}/events",
+    summary="Follow a transfer",
+    response_class=Response,
+    responses={**responses(404, 503), **STREAM},
+    openapi_extra=example("watch_transfer", kind="text/event-stream"),
+)
+async def watch_transfer(
+    transfer_id: TransferId, state: State, who: Who, standing: Standing
+) -> Response:
+    """Server-sent events: `transfer`, with the transfer as a list has it, now and at each change.
+    The stream ends after the event with an ended state. One that was cut off is asked for again,
+    at any server: it begins with what is so then."""
+    await _seen(transfer_id, state, who)
+    return EventStream(_changes(transfer_id, state, standing))
+
+
+async def _changes(
+    transfer_id: str, state: ControlState, standing: Callable[[], bool]
+) -> AsyncGenerator[str]:
+    """Until its end, or that of the server, or the token is none any more (`standing`)."""
+    told: api.TransferSummary | None = None
+    with state.transfers.watching(transfer_id) as news:
+        while not state.transfers.closing and standing():
+            news.clear()
+            try:
+                now = await state.transfers.summary(transfer_id)
+            except Missing:
+                return  # forgotten meanwhile
+            except Busy:
+                pass  # the database is away: later
+            else:
+                if now != told:
+                    yield event("transfer", now.model_dump(mode="json"))
+                    told = now
+                if now.state.ended:
+                    return
+            try:
+                async with asyncio.timeout(SILENCE):
+                    await news.wait()
+            except TimeoutError:
+                yield NOTHING_NEW
 
 
 def _own(idempotency_key: str, who: Identity) -> str:
