@@ -51,6 +51,10 @@ def _node(node: str, rest: str = "") -> str:
     return f"/v1/nodes/{quote(node, safe='')}{rest}"
 
 
+def _quota(tenant: str) -> str:
+    return f"/v1/quotas/{quote(tenant, safe='')}"
+
+
 def _page(after: str | None, limit: int) -> dict[str, str | float]:
     return {"limit": limit} if after is None else {"after": after, "limit": limit}
 
@@ -149,6 +153,22 @@ class _Calls:
     @staticmethod
     def transfers(after: str | None, limit: int) -> _Call[api.TransferList]:
         return _Call("GET", "/v1/transfers", api.TransferList, query=_page(after, limit))
+
+    @staticmethod
+    def quotas(after: str | None, limit: int) -> _Call[api.QuotaList]:
+        return _Call("GET", "/v1/quotas", api.QuotaList, query=_page(after, limit))
+
+    @staticmethod
+    def quota(tenant: str) -> _Call[api.QuotaInfo]:
+        return _Call("GET", _quota(tenant), api.QuotaInfo)
+
+    @staticmethod
+    def put_quota(tenant: str, request: api.QuotaRequest) -> _Call[api.QuotaInfo]:
+        return _Call("PUT", _quota(tenant), api.QuotaInfo, request)
+
+    @staticmethod
+    def delete_quota(tenant: str) -> _Call[api.QuotaInfo]:
+        return _Call("DELETE", _quota(tenant), api.QuotaInfo)
 
     @staticmethod
     def cancel_transfer(transfer: str) -> _Call[api.TransferInfo]:
@@ -371,6 +391,20 @@ class ControlPlane(_Client):
         """Harmless if it has ended."""
         return await self._run(_Calls.cancel_transfer(transfer))
 
+    async def quotas(self, after: str | None = None, limit: int = 100) -> api.QuotaList:
+        return await self._run(_Calls.quotas(after, limit))
+
+    async def quota(self, tenant: str) -> api.QuotaInfo:
+        """`tenant` here and below: see `api.tenant_name`."""
+        return await self._run(_Calls.quota(tenant))
+
+    async def put_quota(self, tenant: str, request: api.QuotaRequest) -> api.QuotaInfo:
+        """Set all of its bounds."""
+        return await self._run(_Calls.put_quota(tenant, request))
+
+    async def delete_quota(self, tenant: str) -> api.QuotaInfo:
+        return await self._run(_Calls.delete_quota(tenant))
+
     async def health(self) -> api.Health:
         return await self._run(_Calls.health())
 
@@ -464,6 +498,18 @@ class SyncControlPlane(_Client):
 
     def cancel_transfer(self, transfer: str) -> api.TransferInfo:
         return self._run(_Calls.cancel_transfer(transfer))
+
+    def quotas(self, after: str | None = None, limit: int = 100) -> api.QuotaList:
+        return self._run(_Calls.quotas(after, limit))
+
+    def quota(self, tenant: str) -> api.QuotaInfo:
+        return self._run(_Calls.quota(tenant))
+
+    def put_quota(self, tenant: str, request: api.QuotaRequest) -> api.QuotaInfo:
+        return self._run(_Calls.put_quota(tenant, request))
+
+    def delete_quota(self, tenant: str) -> api.QuotaInfo:
+        return self._run(_Calls.delete_quota(tenant))
 
     def health(self) -> api.Health:
         return self._run(_Calls.health())

@@ -38,6 +38,7 @@ from kvstrata_server.routes import (
     nodes,
     placements,
     prefetches,
+    quotas,
     stream,
     transfers,
 )
@@ -86,6 +87,7 @@ def create_app(settings: ServerSettings, clock: Clock | None = None) -> FastAPI:
         prefetches,
         leases,
         evictions,
+        quotas,
         audit,
         compat,
         stream,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,10 @@ __all__ = [
     "ExpireEviction",
     "ForgetEvictions",
     "PutEviction",
+    "Shed",
     "read_infos",
     "running",
+    "what_to_shed",
 ]
 
 # Not what is to be dropped: that may be large.
@@ -42,12 +44,43 @@ class Eviction:
 
     id: str
     deadline: float
-    what: dict[str, list[str]]
-    """`keys`, `digests` and `tiers` of the command."""
+    what: dict[str, Any]
+    """`keys`, `digests` and `tiers` of the command. Or of a tenant that holds too much: its name,
+    and by node the `amounts` and `sizes` of a command to shed."""
     waiting: set[str]
     """Nodes that have not answered."""
     offered: dict[str, tuple[float, str]] = field(default_factory=dict)
     """Node -> when, and to which incarnation."""
+
+    @property
+    def tenant(self) -> str | None:
+        """Who holds too much; None: somebody asked for it."""
+        return self.what.get("tenant")
+
+    def command(self, node: str, now: float) -> api.Command:
+        """What a node is to do."""
+        command = api.Command(kind="evict", transfer=self.id, deadline_in=self.deadline - now)
+        if self.tenant is None:
+            named = {name: self.what[name] for name in ("keys", "digests", "tiers")}
+            return command.model_copy(update=named)
+        # Of another kind, so that a node of a version that knows no amounts does not drop all.
+        return command.model_copy(update={"kind": "shed", **self.what["shed"][node]})
+
+
+@dataclass(frozen=True, slots=True)
+class Shed:
+    """What one node should give up; both as in `api.Command`."""
+
+    amounts: dict[str, int]
+    sizes: dict[str, int]
+
+
+def what_to_shed(tenant: str, nodes: Mapping[str, Shed]) -> dict[str, Any]:
+    return {
+        "keys": [],
+        "tenant": tenant,
+        "shed": {n: {"amounts": shed.amounts, "sizes": shed.sizes} for n, shed in nodes.items()},
+    }
 
 
 @dataclass(slots=True)
@@ -55,7 +88,7 @@ class PutEviction:
     """A new one, unless there is one with its idempotency key."""
 
     info: api.EvictionInfo
-    what: dict[str, list[str]]
+    what: dict[str, Any]
     idempotency_key: str | None
     request_digest: bytes
     log_as: str

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from sqlalchemy import select
 
@@ -37,13 +38,15 @@ from kvstrata_server.eviction import (
     ExpireEviction,
     ForgetEvictions,
     PutEviction,
+    Shed,
     read_infos,
+    what_to_shed,
 )
 from kvstrata_server.models import EvictionRow
 from kvstrata_server.problems import Conflict
 from kvstrata_server.writer import Writer
 
-__all__ = ["Evictions"]
+__all__ = ["Evictions", "Shed"]
 
 _MOST_ACTIVE = 1000
 _MOST_KEYS = 4_000_000
@@ -112,13 +115,39 @@ class Evictions:
         keys = sum(len(eviction.what["keys"]) for eviction in self._active.values())
         if keys and keys + len(what["keys"]) > _MOST_KEYS:
             raise Busy(f"{keys} keys are to be evicted: try again later")
+        return await self._make(what, nodes, asked.deadline, idempotency_key, digest)
+
+    async def shed(
+        self, tenant: str, nodes: Mapping[str, Shed], deadline: float
+    ) -> api.EvictionInfo:
+        """Have nodes give up some of a tenant's chunks, in `deadline` seconds. Raises `Busy`."""
+        if len(self._active) >= _MOST_ACTIVE:
+            raise Busy(f"{len(self._active)} evictions are under way: try again later")
+        return await self._make(what_to_shed(tenant, nodes), list(nodes), deadline, None, b"")
+
+    def shedding(self, tenant: str) -> set[str]:
+        """Nodes that were asked to give up some of a tenant's chunks and have not answered."""
+        return {node for e in self._active.values() if e.tenant == tenant for node in e.waiting}
+
+    def sheds_of(self, tenant: str) -> list[str]:
+        """Ids of the evictions that run because the tenant holds too much."""
+        return [eviction.id for eviction in self._active.values() if eviction.tenant == tenant]
+
+    async def _make(
+        self,
+        what: dict[str, Any],
+        nodes: Sequence[str],
+        deadline: float,
+        idempotency_key: str | None,
+        digest: bytes,
+    ) -> api.EvictionInfo:
         self._writer.require_room()
         now = self._clock()
         info = api.EvictionInfo(
             id=f"{int(now * 1000):012x}-{secrets.token_hex(8)}",
             state=EvictionState.RUNNING,
             created=now,
-            deadline=now + asked.deadline,
+            deadline=now + deadline,
             nodes=[api.NodeEviction(node=node) for node in nodes],
         )
         write = PutEviction(info, what, idempotency_key, digest, self._log_as)
@@ -182,16 +211,7 @@ class Evictions:
             if due and room < 0:
                 break
             eviction.offered[node.id] = now, node.incarnation
-            due.append(
-                api.Command(
-                    kind="evict",
-                    transfer=eviction.id,
-                    deadline_in=eviction.deadline - now,
-                    keys=eviction.what["keys"],
-                    digests=eviction.what["digests"],
-                    tiers=eviction.what["tiers"],
-                )
-            )
+            due.append(eviction.command(node.id, now))
         return due
 
     async def result(

@@ -62,6 +62,24 @@ class Metrics:
             "kvstrata_dropped_writes", "Writes the database refused", registry=self.registry
         )
 
+        self.tenant_bytes = Gauge(
+            "kvstrata_tenant_bytes",
+            "Held by the tenants that have a quota, and the largest of the others",
+            ["tenant"],
+            registry=self.registry,
+        )
+        self.tenant_quota = Gauge(
+            "kvstrata_tenant_quota_bytes",
+            "That a tenant's quota allows it to hold",
+            ["tenant"],
+            registry=self.registry,
+        )
+        self.shed_requests = Counter(
+            "kvstrata_quota_evictions_total",
+            "Evictions for tenants that held more than their quotas",
+            registry=self.registry,
+        )
+
     def text(self) -> bytes:
         return generate_latest(self.registry)
 

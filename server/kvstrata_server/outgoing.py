@@ -79,6 +79,10 @@ class Outgoing:
         mailbox = self._mailbox(transfer.target)
         mailbox.transfers.pop(transfer.id, None)
         mailbox.wake.set()
+        if self._turns.is_limited(self._turn(transfer).tenant):
+            for other in self._mailboxes.values():
+                if other.transfers:  # maybe one that waits for its tenant's turn
+                    other.wake.set()
 
     def taken(self, transfer: Transfer, link: str = "") -> None:
         """Its target works on it, whichever server handed it out."""
@@ -200,7 +204,7 @@ class Outgoing:
             self._turn(transfer) for transfer in due.values() if transfer.id not in self._turns
         ]
         waiting = []
-        for turn in self._turns.in_order(fresh):
+        for turn in self._turns.in_order(turn for turn in fresh if self._turns.allows(turn)):
             transfer = due[turn.id]
             if not self._turns.is_busy(transfer.waits_for, node.id):
                 yield transfer, False

@@ -13,6 +13,7 @@ from kvstrata.addresses import is_loopback, split_address
 from kvstrata.config import ServerSettings
 from kvstrata.errors import ConfigError
 from kvstrata.node.supervisor import Supervisor
+from kvstrata_server.admission import Admission
 from kvstrata_server.audit import ForgetAudit
 from kvstrata_server.changes import TrimLog
 from kvstrata_server.clock import Clock
@@ -28,10 +29,14 @@ from kvstrata_server.loading import load
 from kvstrata_server.metrics import Metrics
 from kvstrata_server.namespaces import Namespaces
 from kvstrata_server.placement_writes import ForgetChunks
+from kvstrata_server.quotas import Quotas
 from kvstrata_server.rate_limit import RateLimit
+from kvstrata_server.shedding import Shedding
+from kvstrata_server.tenants import Tenants
 from kvstrata_server.tokens import Tokens
 from kvstrata_server.transfers import Scheduler
 from kvstrata_server.turns import Turns
+from kvstrata_server.usage import Usage
 from kvstrata_server.writer import Writer
 
 __all__ = ["ControlState", "state_of"]
@@ -80,6 +85,21 @@ class ControlState:
             log_as,
         )
         self.instances = Instances(self.cluster)
+        self.quotas = Quotas(self.database, self.writer, clock)
+        self.usage = Usage(self.cluster, clock)
+        self.shedding = Shedding(
+            self.cluster,
+            self.quotas,
+            self.usage,
+            self.evictions,
+            self.metrics,
+            clock,
+            self.database.shared,
+        )
+        self.turns = Turns(
+            settings.transfers_per_node, settings.transfers_per_link, self.quotas.of_transfers
+        )
+        self.tenants = Tenants(self.quotas, self.usage, self.turns, self.evictions)
         self.transfers = Scheduler(
             self.cluster,
             self.database,
@@ -87,7 +107,7 @@ class ControlState:
             self.metrics,
             clock,
             settings.transfer_retention,
-            Turns(settings.transfers_per_node, settings.transfers_per_link),
+            self.turns,
             self.evictions.commands,
             log_as,
         )
@@ -100,6 +120,9 @@ class ControlState:
             self._reload,
             (self.transfers, self.evictions),
         )
+        self.admission = Admission(
+            self.quotas, self.usage, self.namespaces, clock, lambda id_: id_ in self.transfers
+        )
         self.ready = False
         self._tasks = Supervisor()
         self._version = version("kvstrata")
@@ -110,6 +133,7 @@ class ControlState:
             await self.database.migrate()
             await self.tokens.refresh()
             self._check_exposure()
+            await self.quotas.load()
             await self.load()
         except BaseException:
             await self.database.close()
@@ -117,6 +141,9 @@ class ControlState:
         self._tasks.start("writer", self.writer.run)
         self._tasks.start("sweep", self._sweep)
         self._tasks.start("tokens", self.tokens.run)
+        self._tasks.start("usage", self.usage.run)
+        self._tasks.start("quotas", self.quotas.run)
+        self._tasks.start("shedding", self.shedding.run)
         if self.database.shared:
             self._tasks.start("follower", self.follower.run)
         self.ready = True
@@ -166,6 +193,7 @@ class ControlState:
         self.metrics.chunks.set(len(self.index))
         self.metrics.placements.set(self.index.placements)
         self.metrics.active_transfers.set(self.transfers.active)
+        self.tenants.measure(self.metrics)
         self.metrics.unwritten_rows.set(self.writer.unwritten_rows)
         self.metrics.dropped_writes.set(self.writer.dropped)
         return self.metrics.text()

@@ -7,6 +7,7 @@ import secrets
 from kvstrata import api
 from kvstrata.api import Outcome, TransferState
 from kvstrata.errors import Malformed
+from kvstrata_server.admission import Admission
 from kvstrata_server.cluster import Cluster, keys_of
 from kvstrata_server.planning import ANY, OWN, hints, plan
 from kvstrata_server.transfer import Transfer
@@ -20,9 +21,10 @@ def transfer_of(
     idempotency_key: str | None,
     digest: bytes,
     now: float,
+    admission: Admission | None = None,
 ) -> Transfer:
     """Queued, or planned if it is a dry run. Raises `Missing` for an unknown target or source,
-    `Malformed` for a source that serves no peers."""
+    `Malformed` for a source that serves no peers, and what `admission` does."""
     target = cluster.require(asked.target)
     if asked.source not in (ANY, OWN) and not cluster.require(asked.source).peer_address:
         raise Malformed(
@@ -34,7 +36,10 @@ def transfer_of(
     if asked.source == target.id:
         raise Malformed(f"node {asked.source!r} can't be source and target of one transfer")
     keys = keys_of(list(dict.fromkeys(asked.keys)))
-    planned = plan(cluster, keys, target, asked.source, asked.byte_budget)
+    budget = asked.byte_budget
+    if admission is not None:
+        budget = admission.budget(keys, budget)
+    planned = plan(cluster, keys, target, asked.source, budget)
     transfer = Transfer(
         id=f"{int(now * 1000):012x}-{secrets.token_hex(8)}",
         state=TransferState.QUEUED,
@@ -44,7 +49,7 @@ def transfer_of(
         created=now,
         deadline=now + asked.deadline,
         hold=asked.hold,
-        byte_budget=asked.byte_budget,
+        byte_budget=budget,
         keys=keys,
         outcomes=[Outcome.PENDING] * len(keys),
         sources=[None] * len(keys),
@@ -58,4 +63,6 @@ def transfer_of(
         transfer.outcomes = [e.outcome for e in planned.expected]
         transfer.sources = [e.source for e in planned.expected]
         transfer.bytes = planned.bytes
+    if admission is not None:
+        admission.admit(transfer, planned, asked.byte_budget)
     return transfer

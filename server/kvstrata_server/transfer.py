@@ -136,6 +136,7 @@ class Transfer:
             hints=self.hints,
             idempotency_key=self.idempotency_key,
             request_digest=self.request_digest,
+            detail=self.detail,
             chunks=self.chunks(range(len(self.keys))),
             log_as=log_as,
         )

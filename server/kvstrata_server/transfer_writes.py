@@ -73,6 +73,7 @@ class PutTransfer:
     hints: Mapping[str, Any]
     idempotency_key: str | None
     request_digest: bytes
+    detail: str
     chunks: Sequence[ChunkOutcome]
     log_as: str
     kept: str | None = field(default=None, init=False)
@@ -103,7 +104,7 @@ class PutTransfer:
             "byte_budget": self.byte_budget,
             "free_only": self.free_only,
             "moved_bytes": 0,
-            "detail": "",
+            "detail": self.detail,
             "hints": dict(self.hints),
             "idempotency_key": self.idempotency_key,
             "request_digest": self.request_digest,

@@ -40,6 +40,7 @@ from kvstrata.api import Outcome, TransferState
 from kvstrata.errors import Busy, Missing, PeerRefused
 from kvstrata.keys import Key
 from kvstrata_server import history
+from kvstrata_server.admission import Admission
 from kvstrata_server.changes import (
     HoldReleased,
     TransferAdvanced,
@@ -114,6 +115,10 @@ class Scheduler:
         self._by_idempotency: dict[str, Transfer] = {}
         self._creating = asyncio.Lock()
 
+    def __contains__(self, transfer_id: str) -> bool:
+        """Whether it has not ended, as far as this server knows."""
+        return transfer_id in self._unended
+
     @property
     def active(self) -> int:
         return len(self._unended)
@@ -136,16 +141,20 @@ class Scheduler:
     # ------------------------------------------------------------ requests
 
     async def create(
-        self, asked: api.TransferRequest, idempotency_key: str | None
+        self,
+        asked: api.TransferRequest,
+        idempotency_key: str | None,
+        admission: Admission | None = None,
     ) -> api.TransferInfo:
         """Raises `Missing` for an unknown target or source, `Malformed` for a source that serves
-        no peers, `Conflict` where the idempotency key was used for another request, `Busy`."""
+        no peers, `Conflict` where the idempotency key was used for another request, `Busy`.
+        `admission` holds a new one to its tenant's quota, and raises `NoSpace`."""
         digest = hashlib.sha256(asked.model_dump_json().encode()).digest()
         write: PutTransfer | None = None
         async with self._creating:
             before = await self._same_request(idempotency_key, digest)
             transfer = before or transfer_of(
-                self._cluster, asked, idempotency_key, digest, self._clock()
+                self._cluster, asked, idempotency_key, digest, self._clock(), admission
             )
             if before is None:
                 if asked.dry_run:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 __all__ = ["Turn", "Turns"]
@@ -34,11 +34,23 @@ class Turns:
     that share a database each counts what it started, and what targets said elsewhere that they
     took. A target asks one server at a time, so both bounds hold, but for the moment after it went
     to another: that one may start as many again as were handed out and not taken yet.
+
+    `limits(tenant)`: how many of its transfers may be under way, and of how many bytes; None: no
+    bound. One that is larger than that by itself runs alone. Of these, several servers may hand
+    out a few too many at a time when each has just begun others.
     """
 
-    def __init__(self, per_node: int, per_link: int) -> None:
+    def __init__(
+        self,
+        per_node: int,
+        per_link: int,
+        limits: Callable[[str], tuple[int | None, int | None]] = lambda tenant: (None, None),
+    ) -> None:
         self._per_node = per_node
         self._per_link = per_link
+        self._limits = limits
+        self._turns: dict[str, Turn] = {}
+        self._of: dict[str, tuple[int, int]] = {}
         self._running: dict[str, tuple[str, str]] = {}
         self._at: Counter[str] = Counter()
         self._on: Counter[tuple[str, str]] = Counter()
@@ -52,6 +64,22 @@ class Turns:
     def has_room(self, target: str) -> bool:
         """Whether another one may start at this node."""
         return self._at[target] < self._per_node
+
+    def of_tenant(self, tenant: str) -> tuple[int, int]:
+        """How many of a tenant's transfers are under way, and of how many bytes together."""
+        return self._of.get(tenant, (0, 0))
+
+    def is_limited(self, tenant: str) -> bool:
+        """Whether the tenant has a bound at all."""
+        return self._limits(tenant) != (None, None)
+
+    def allows(self, turn: Turn) -> bool:
+        """Whether its tenant may have another one under way."""
+        most, most_bytes = self._limits(turn.tenant)
+        count, nbytes = self.of_tenant(turn.tenant)
+        if most is not None and count >= most:
+            return False
+        return most_bytes is None or not count or nbytes + turn.cost <= most_bytes
 
     def is_busy(self, source: str, target: str) -> bool:
         """Whether this link carries all it may. A source that isn't known (empty) is none."""
@@ -84,8 +112,10 @@ class Turns:
                     heapq.heappush(heap, (finish[tenant], queues[tenant][0].age, tenant))
 
     def start(self, turn: Turn, source: str, target: str) -> bool:
-        """Count it as under way; False if node or link have no room. Again is harmless."""
-        if turn.id not in self and not (self.has_room(target) and not self.is_busy(source, target)):
+        """Count it as under way; False if node, link or tenant have no room. Again is harmless."""
+        if turn.id not in self and not (
+            self.has_room(target) and not self.is_busy(source, target) and self.allows(turn)
+        ):
             return False
         self.count(turn, source, target)
         return True
@@ -104,6 +134,9 @@ class Turns:
                 self._on[link] += 1
             return
         self._running[turn.id] = link
+        self._turns[turn.id] = turn
+        before, nbytes = self.of_tenant(turn.tenant)
+        self._of[turn.tenant] = before + 1, nbytes + turn.cost
         self._at[target] += 1
         self._on[link] += 1
         start = max(self._now, self._finish.get(turn.tenant, 0.0))
@@ -117,6 +150,10 @@ class Turns:
         link = self._running.pop(transfer, None)
         if link is None:
             return
+        turn = self._turns.pop(transfer)
+        count, nbytes = self._of.pop(turn.tenant)
+        if count > 1:
+            self._of[turn.tenant] = count - 1, nbytes - turn.cost
         self._at[link[1]] -= 1
         self._on[link] -= 1
         # Counters keep what fell to nothing.

@@ -98,3 +98,40 @@ def test_no_tenant_is_ahead_by_more_than_one_transfer(asked):
         got[turn.tenant] += turn.cost
         if all(got[t] < left[t] for t in "ab"):  # both still wait
             assert abs(got["a"] - got["b"]) <= 2 * most
+
+
+def test_a_tenant_has_so_many_under_way_and_so_many_bytes():
+    limits = {"few": (2, None), "small": (None, 10)}
+    turns = Turns(9, 9, lambda tenant: limits.get(tenant, (None, None)))
+    few = turns_of(*[("few", 5, 100)] * 3)
+    assert [turns.start(t, "s", "n") for t in few] == [True, True, False]
+    assert (turns.of_tenant("few"), turns.allows(few[2])) == ((2, 200), False)
+    turns.end(few[0].id)
+    assert turns.start(few[2], "s", "n")
+    small = [Turn(f"s{i}", "small", 5, (i, ""), cost) for i, cost in enumerate((4, 6, 1, 99))]
+    assert [turns.start(t, "s", "m") for t in small] == [True, True, False, False]
+    turns.end("s0")
+    turns.end("s1")
+    assert turns.start(small[3], "s", "m")  # or it would never be its turn
+    assert not turns.start(small[2], "s", "m")
+    free = turns_of(("free", 5, 1 << 40))[0]
+    assert turns.start(Turn("f", *(free.tenant, 5, (0, ""), free.cost)), "s", "m")
+    assert (turns.is_limited("free"), turns.is_limited("few")) == (False, True)
+
+
+@given(st.lists(st.tuples(st.sampled_from("se"), st.integers(0, 5), st.integers(0, 2))))
+def test_what_a_tenant_has_under_way_is_what_was_started_and_did_not_end(steps):
+    turns = Turns(4, 4, lambda tenant: (2, 20) if tenant == "a" else (None, None))
+    all_of = [Turn(f"t{i}", "ab"[i % 2], 5, (i, ""), 3 * i + 1) for i in range(6)]
+    running: dict[str, Turn] = {}
+    for act, i, target in steps:
+        turn = all_of[i]
+        if act == "e":
+            turns.end(turn.id)
+            running.pop(turn.id, None)
+        elif turns.start(turn, "s", f"n{target}"):
+            running[turn.id] = turn
+        for tenant in "ab":
+            mine = [t.cost for t in running.values() if t.tenant == tenant]
+            assert turns.of_tenant(tenant) == (len(mine), sum(mine))
+        assert len([t for t in running.values() if t.tenant == "a"]) <= 2

@@ -75,6 +75,14 @@ from kvstrata.api.placements import (
     Tally,
     TokenLookup,
 )
+from kvstrata.api.quotas import (
+    QuotaInfo,
+    QuotaList,
+    QuotaRequest,
+    TenantUse,
+    tenant_from_name,
+    tenant_name,
+)
 from kvstrata.api.transfers import (
     KeyOutcome,
     Outcome,
@@ -146,6 +154,9 @@ __all__ = [
     "Progress",
     "ProgressReply",
     "Prompt",
+    "QuotaInfo",
+    "QuotaList",
+    "QuotaRequest",
     "RegistrationReply",
     "Report",
     "ReportReply",
@@ -154,6 +165,7 @@ __all__ = [
     "StoreResult",
     "Tally",
     "TaskHealth",
+    "TenantUse",
     "TokenLookup",
     "TransferInfo",
     "TransferList",
@@ -161,4 +173,6 @@ __all__ = [
     "TransferState",
     "TransferSummary",
     "from_hex",
+    "tenant_from_name",
+    "tenant_name",
 ]

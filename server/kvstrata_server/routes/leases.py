@@ -24,7 +24,7 @@ LeaseId = Annotated[str, Path(max_length=64, examples=[LEASE])]
     "",
     summary="Keep chunks in a node's host memory",
     status_code=202,
-    responses=responses(404, 409, 503),
+    responses=responses(404, 409, 503, 507),
     openapi_extra=example("create_lease", 202),
 )
 async def create_lease(

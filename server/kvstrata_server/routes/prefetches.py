@@ -17,7 +17,7 @@ router = APIRouter(prefix="/v1/prefetches", tags=["transfers"])
     "",
     summary="Bring chunks up before they are needed",
     status_code=202,
-    responses={**PLANNED, **responses(404, 409, 503)},
+    responses={**PLANNED, **responses(404, 409, 503, 507)},
     openapi_extra=example("create_prefetch", 202),
 )
 async def create_prefetch(

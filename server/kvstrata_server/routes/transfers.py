@@ -29,7 +29,7 @@ TransferId = Annotated[str, Path(max_length=64, examples=[TRANSFER])]
     "",
     summary="Move chunks to a node",
     status_code=202,
-    responses={**PLANNED, **responses(404, 409, 503)},
+    responses={**PLANNED, **responses(404, 409, 503, 507)},
     openapi_extra=example("create_transfer", 202),
 )
 async def create_transfer(
@@ -45,7 +45,7 @@ async def create_transfer(
         state.namespaces.require_visible(keys_of(request.keys), who)
         # What others named their requests is none of theirs to find out.
         idempotency_key = idempotency_key and _own(idempotency_key, who)
-    transfer = await state.transfers.create(request, idempotency_key)
+    transfer = await state.transfers.create(request, idempotency_key, state.admission)
     if transfer.state is api.TransferState.PLANNED:
         response.status_code = 200
     else:

@@ -1,0 +1,129 @@
+"""What a tenant's quota leaves room for when chunks are asked for.
+
+Room is the quota without what the tenant holds by the last count and without what is on its way:
+bytes of transfers that were accepted here and have not ended, or have so lately that the count may
+not have them. So the first of many at once gets what there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstrata import api
+from kvstrata.api import Outcome
+from kvstrata.errors import Malformed, NoSpace
+from kvstrata.keys import Key
+from kvstrata_server.clock import Clock
+from kvstrata_server.namespaces import Namespaces
+from kvstrata_server.planning import Plan
+from kvstrata_server.quotas import Quotas
+from kvstrata_server.transfer import Transfer
+from kvstrata_server.usage import Usage
+
+__all__ = ["Admission"]
+
+# From the end of a transfer until its target has reported what it brought, at the latest.
+_UNTOLD = 2.0
+# The longest that it takes to be accepted.
+_ACCEPTANCE = 10.0
+
+
+@dataclass(slots=True)
+class _Claim:
+    """Bytes on their way. `ended`: when it was found that they are not any more; a transfer that
+    is about to be accepted is not yet, and gets a moment for it."""
+
+    nbytes: int
+    since: float
+    begun: bool = False
+    ended: float | None = None
+
+    def counts(self, moving: bool, now: float, counted: float | None) -> bool:
+        """Whether the last count can't have it."""
+        self.begun = self.begun or moving
+        if moving or (not self.begun and now < self.since + _ACCEPTANCE):
+            return True
+        if self.ended is None:
+            self.ended = now
+        return counted is None or counted < self.ended + _UNTOLD
+
+
+class Admission:
+    """Asked by the scheduler about each request that a client makes, before it is accepted."""
+
+    def __init__(
+        self,
+        quotas: Quotas,
+        usage: Usage,
+        namespaces: Namespaces,
+        clock: Clock,
+        moving: Callable[[str], bool],
+    ) -> None:
+        """`moving(transfer)`: whether it is accepted and has not ended."""
+        self._quotas = quotas
+        self._usage = usage
+        self._namespaces = namespaces
+        self._clock = clock
+        self._moving = moving
+        self._claims: dict[str, dict[str, _Claim]] = {}
+
+    def room(self, tenant: str) -> int | None:
+        """Bytes that may still be brought to any place; None: no bound."""
+        quota = self._quotas.get(tenant)
+        if quota is None or quota.max_bytes is None:
+            return None
+        return max(0, quota.max_bytes - self._usage.of(tenant).bytes - self._claimed(tenant))
+
+    def budget(self, keys: Sequence[Key], asked: int | None) -> int | None:
+        """The byte budget, as far as the quota of the keys' tenant allows for it. Raises
+        `Malformed` for keys of several tenants, if one of them has a quota."""
+        tenants = self._namespaces.tenants(keys)
+        if len(tenants) > 1 and any(self._quotas.get(tenant) for tenant in tenants):
+            raise Malformed(
+                "these keys are of several tenants: ask for those of each by themselves"
+            )
+        rooms = [room for tenant in tenants if (room := self.room(tenant)) is not None]
+        return min([*rooms, *([] if asked is None else [asked])], default=None)
+
+    def admit(self, transfer: Transfer, planned: Plan, asked: int | None) -> None:
+        """A transfer is about to be accepted, planned within `budget`; `asked` is the budget
+        without the quota. Raises `NoSpace` if the quota leaves nothing of it to be done, but for
+        a dry run, which says so key by key."""
+        tenant = next(iter(self._namespaces.tenants(transfer.keys)), "")
+        room = self.room(tenant)
+        if room is None:
+            return
+        outcomes = [each.outcome for each in planned.expected]
+        lacking = outcomes.count(Outcome.NO_ROOM)
+        if lacking and (asked is None or room < asked):
+            told = self._told(tenant, room, lacking, len(outcomes))
+            dry = transfer.state is api.TransferState.PLANNED
+            if not dry and not {Outcome.PRESENT, Outcome.PENDING}.intersection(outcomes):
+                raise NoSpace(told)
+            transfer.detail = told
+        if transfer.state is not api.TransferState.PLANNED:
+            self._claims.setdefault(tenant, {})[transfer.id] = _Claim(planned.bytes, self._clock())
+
+    def _claimed(self, tenant: str) -> int:
+        now, counted, total = self._clock(), self._usage.counted_at, 0
+        claims = self._claims.get(tenant, {})
+        for transfer, claim in list(claims.items()):
+            if claim.counts(self._moving(transfer), now, counted):
+                total += claim.nbytes
+            else:
+                del claims[transfer]
+        if not claims:
+            self._claims.pop(tenant, None)
+        return total
+
+    def _told(self, tenant: str, room: int, lacking: int, asked: int) -> str:
+        quota, name = self._quotas.get(tenant), api.tenant_name(tenant)
+        most = 0 if quota is None or quota.max_bytes is None else quota.max_bytes
+        held = self._usage.of(tenant).bytes
+        over = f", {held - most} too many" if held > most else ""
+        return (
+            f"no room for {lacking} of {asked} chunks: tenant {name!r} holds {held} bytes of the "
+            f"{most} that its quota allows{over}, so {room} more may come. Have some of its chunks "
+            f"dropped (POST /v1/evictions), or raise the quota (PUT /v1/quotas/{name})"
+        )

@@ -1,0 +1,176 @@
+"""Tenants that hold more than their quotas: nodes are asked to give up what is coldest there.
+
+Each place gives up a part of the excess that is as large as its part of what the tenant holds; a
+store that nodes share is asked of one of them. Looked at after each count:
+
+    the tenant holds                            then
+    no more than its quota                      nothing
+    more, and an eviction of it runs            nothing: what that brings is not known yet
+    more, and one ended a moment ago            nothing: the count may not have it
+    more, and the last one dropped nothing      later, twice as late each time: what is there is
+                                                leased, or the nodes can't
+    more                                        an eviction, until it is at `_AIM` of the quota
+
+Of servers that share a database each asks the nodes that talk to it, by shares that all of them
+work out alike. What is asked for is kept as an eviction, and goes on after a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvstrata import api
+from kvstrata.errors import Busy, Missing
+from kvstrata_server.clock import Clock
+from kvstrata_server.cluster import Cluster, Node
+from kvstrata_server.evictions import Evictions, Shed
+from kvstrata_server.index import HOST
+from kvstrata_server.metrics import Metrics
+from kvstrata_server.quotas import Quota, Quotas
+from kvstrata_server.usage import Medium, Share, Usage
+
+__all__ = ["Shedding", "split"]
+
+log = logging.getLogger(__name__)
+
+_INTERVAL = 0.5
+_AIM = 0.95
+_DEADLINE = 30.0
+# From the end of an eviction until the nodes have reported what is gone, at the latest.
+_UNTOLD = 2.0
+_MOST_PATIENCE = 120.0
+
+
+@dataclass(slots=True)
+class _Last:
+    """The last eviction of a tenant that this server asked for, and how long to wait after it."""
+
+    eviction: str
+    patience: float = _UNTOLD
+    ended: float | None = None
+
+
+class Shedding:
+    """`run` (to be supervised) looks after every count."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        quotas: Quotas,
+        usage: Usage,
+        evictions: Evictions,
+        metrics: Metrics,
+        clock: Clock,
+        shared: bool,
+    ) -> None:
+        """`shared`: other servers use the database, and ask their own nodes."""
+        self._cluster = cluster
+        self._quotas = quotas
+        self._usage = usage
+        self._evictions = evictions
+        self._metrics = metrics
+        self._clock = clock
+        self._shared = shared
+        self._looked_at: float | None = None
+        self._last: dict[str, _Last] = {}
+
+    async def run(self) -> None:
+        while True:
+            await self.look()
+            await asyncio.sleep(_INTERVAL)
+
+    async def look(self) -> None:
+        """Act on the last count, once."""
+        counted = self._usage.counted_at
+        if counted is None or counted == self._looked_at:
+            return
+        self._looked_at = counted
+        over = {q.tenant: q for q in self._quotas.all() if self._excess(q) > 0}
+        self._last = {tenant: last for tenant, last in self._last.items() if tenant in over}
+        for quota in over.values():
+            if await self._may_ask(quota.tenant, counted):
+                await self._ask(quota)
+
+    def _excess(self, quota: Quota) -> int:
+        most = quota.max_bytes
+        return 0 if most is None else self._usage.of(quota.tenant).bytes - most
+
+    async def _may_ask(self, tenant: str, counted: float) -> bool:
+        if any(self._is_ours(node) for node in self._evictions.shedding(tenant)):
+            return False
+        last = self._last.get(tenant)
+        if last is not None and last.ended is None:
+            last.ended = self._clock()
+            if await self._dropped_nothing(last.eviction):
+                last.patience = min(_MOST_PATIENCE, 2 * last.patience)
+            else:
+                last.patience = _UNTOLD
+        return last is None or last.ended is None or counted >= last.ended + last.patience
+
+    async def _dropped_nothing(self, eviction: str) -> bool:
+        try:
+            nodes = (await self._evictions.get(eviction)).nodes
+        except (Busy, Missing):
+            return True
+        return not any(sum((node.dropped or {}).values()) for node in nodes)
+
+    async def _ask(self, quota: Quota) -> None:
+        held, most = self._usage.of(quota.tenant).bytes, quota.max_bytes or 0
+        shares = await self._usage.shares(quota.tenant)
+        asked: dict[str, Shed] = {}
+        for medium, nbytes in split(held - math.floor(_AIM * most), shares).items():
+            node = self._node_of(medium)
+            if node is not None and self._is_ours(node.id):
+                shed = asked.setdefault(node.id, Shed({}, {}))
+                shed.amounts[medium.store or HOST] = nbytes
+                shed.sizes.update((p.hex(), size) for p, size in shares[medium].sizes.items())
+        if not asked:
+            return
+        try:
+            eviction = await self._evictions.shed(quota.tenant, asked, _DEADLINE)
+        except Busy:
+            return  # the next count is near
+        self._metrics.shed_requests.inc()
+        log.info(
+            "tenant %r holds %d bytes of %d: eviction %s has %d nodes give some up",
+            api.tenant_name(quota.tenant),
+            held,
+            most,
+            eviction.id,
+            len(asked),
+        )
+        before = self._last.get(quota.tenant)
+        patience = _UNTOLD if before is None else before.patience
+        self._last[quota.tenant] = _Last(eviction.id, patience)
+
+    def _node_of(self, medium: Medium) -> Node | None:
+        """Whom to ask: of those that share a store the same one for all servers."""
+        if medium.node:
+            return self._cluster.nodes.get(medium.node)
+        sharing = [node for node in self._cluster.up() if medium.store in node.stores]
+        return min(sharing, key=lambda node: (not node.healthy, node.id), default=None)
+
+    def _is_ours(self, node_id: str) -> bool:
+        node = self._cluster.nodes.get(node_id)
+        return node is not None and (node.home or not self._shared)
+
+
+def split(excess: int, shares: Mapping[Medium, Share]) -> dict[Medium, int]:
+    """How many bytes each should give up: in proportion, but whole chunks, the largest shares
+    first, and in all less than a chunk more than `excess`."""
+    held = sum(share.nbytes for share in shares.values())
+    parts: dict[Medium, int] = {}
+    left = excess
+    for medium, share in sorted(shares.items(), key=lambda pair: (-pair[1].nbytes, pair[0])):
+        if left <= 0:
+            break
+        chunk = share.nbytes / share.chunks
+        fair = max(1, math.ceil(excess * share.nbytes / held / chunk))
+        chunks = min(fair, math.ceil(left / chunk))
+        parts[medium] = min(share.nbytes, math.ceil(chunks * chunk))
+        left -= parts[medium]
+    return parts
