@@ -24,8 +24,7 @@ falls silent says nothing, so the deadline is what ends every transfer. What wai
 Servers that share a database share the transfers (`docs/decisions/0009`): each keeps in memory all
 that have not ended, hands them out to the nodes that poll it, and takes what these say. It follows
 the others by the change log. What excludes each other, SQL decides (`transfer_writes`), and what is
-answered is read there. A server that has its database alone answers from memory, which is then the
-truth a moment earlier; an end it tells, too, once SQL has it.
+answered is read there (`records`).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from contextlib import AbstractContextManager
 
 from kvstrata import api
 from kvstrata.api import Outcome, TransferState
-from kvstrata.errors import Busy, Missing, PeerRefused
+from kvstrata.errors import Busy, PeerRefused
 from kvstrata.keys import Key
 from kvstrata_server import history
 from kvstrata_server.admission import Admission
@@ -53,7 +52,7 @@ from kvstrata_server.cluster import Cluster, Node
 from kvstrata_server.database import Database
 from kvstrata_server.metrics import Metrics
 from kvstrata_server.outgoing import Outgoing
-from kvstrata_server.problems import Conflict
+from kvstrata_server.records import Records
 from kvstrata_server.requesting import transfer_of
 from kvstrata_server.transfer import Transfer
 from kvstrata_server.transfer_writes import (
@@ -67,12 +66,10 @@ from kvstrata_server.turns import Turns
 from kvstrata_server.unended import Unended
 from kvstrata_server.watching import Watchers
 from kvstrata_server.writer import Writer
-from kvstrata_server.writes import Write
 
 __all__ = ["Scheduler"]
 
 MAX_ACTIVE_KEYS = 4_000_000
-_COMMIT_TIMEOUT = 10.0
 # How long a target is told that a transfer was cancelled or has expired.
 _NOTICE = 300.0
 
@@ -108,11 +105,7 @@ class Scheduler:
         self._outgoing = Outgoing(cluster, clock, turns, orders)
         self._watchers = Watchers()
         self._unended = Unended(self._outgoing, clock)
-        self._ended: dict[str, Transfer] = {}
-        """Those that this server ended and SQL doesn't say so yet."""
-        self._unwritten: dict[str, int] = {}
-        """Transfer -> the position of the writer with which SQL has all of it."""
-        self._by_idempotency: dict[str, Transfer] = {}
+        self._records = Records(database, writer, self._unended, alone=not log_as)
         self._creating = asyncio.Lock()
 
     def __contains__(self, transfer_id: str) -> bool:
@@ -132,8 +125,7 @@ class Scheduler:
             self._unended.remove(transfer_id)
         for transfer in found.values():
             self._unended.add(transfer)
-            if transfer.idempotency_key is not None and not self._log_as:
-                self._by_idempotency[transfer.idempotency_key] = transfer
+            self._records.begun(transfer)
         for untold in await history.untold(self._database, self._clock(), _NOTICE):
             transfer_id, target, until = untold
             self._outgoing.notify(target, transfer_id, until)
@@ -152,7 +144,7 @@ class Scheduler:
         digest = hashlib.sha256(asked.model_dump_json().encode()).digest()
         write: PutTransfer | None = None
         async with self._creating:
-            before = await self._same_request(idempotency_key, digest)
+            before = await self._records.same_request(idempotency_key, digest)
             transfer = before or transfer_of(
                 self._cluster, asked, idempotency_key, digest, self._clock(), admission
             )
@@ -163,13 +155,12 @@ class Scheduler:
                     raise Busy(f"{self._unended.keys} keys are being transferred: try again later")
                 self._writer.require_room()
                 write = transfer.row(self._log_as)
-                self._put(transfer.id, write)
+                self._records.put(transfer.id, write)
                 if not self._log_as:
                     self._unended.add(transfer)
-                    if idempotency_key is not None:
-                        self._by_idempotency[idempotency_key] = transfer
+                    self._records.begun(transfer)
         # Accepted means that it outlives this process, for who asks again no less.
-        await self._writer.flushed(_COMMIT_TIMEOUT)
+        await self._records.flushed()
         if write is not None and self._log_as:
             transfer = await self._kept(transfer, write)
         return transfer.info()
@@ -179,26 +170,9 @@ class Scheduler:
         if write.kept == transfer.id:
             self._unended.add(transfer)
             return transfer
-        found = await self._same_request(transfer.idempotency_key, transfer.request_digest)
+        found = await self._records.same_request(transfer.idempotency_key, transfer.request_digest)
         if write.kept is None or found is None:
             raise Busy("the database did not keep this transfer: ask again; the log says why")
-        return found
-
-    async def _same_request(self, idempotency_key: str | None, digest: bytes) -> Transfer | None:
-        if idempotency_key is None:
-            return None
-        found = self._by_idempotency.get(idempotency_key)
-        if found is None:
-            try:
-                async with asyncio.timeout(_COMMIT_TIMEOUT):
-                    found = await history.by_idempotency_key(self._database, idempotency_key)
-            except TimeoutError:  # others wait for their turn to create
-                raise Busy("the database does not answer: see /healthz") from None
-        if found is not None and found.request_digest != digest:
-            raise Conflict(
-                f"this Idempotency-Key was used for transfer {found.id}, which asks for something "
-                "else: use another key"
-            )
         return found
 
     async def get(self, transfer_id: str) -> api.TransferInfo:
@@ -206,14 +180,8 @@ class Scheduler:
 
     async def summary(self, transfer_id: str) -> api.TransferSummary:
         """Counts instead of keys. Raises `Missing`."""
-        if not self._log_as:
-            return (await self._find(transfer_id)).summary()
         self.expire()
-        await self._written(transfer_id)
-        found = await history.summary(self._database, transfer_id)
-        if found is None:
-            raise _missing(transfer_id)
-        return found
+        return await self._records.summary(transfer_id)
 
     async def held(self, transfer_id: str) -> tuple[api.TransferInfo, float]:
         """A transfer, and until when its target holds what it brought (0: not at all)."""
@@ -221,18 +189,9 @@ class Scheduler:
         return transfer.info(), transfer.holds_until
 
     async def page(self, after: str | None, limit: int) -> api.TransferList:
+        """In order of creation, counts instead of keys."""
         self.expire()
-        if self._log_as:
-            await self._writer.flushed(_COMMIT_TIMEOUT)
-            return await history.page(self._database, after, limit)
-        page = await history.page(self._database, after, limit)
-        return api.TransferList(
-            transfers=[
-                live.summary() if (live := self._unended.get(row.id)) else row
-                for row in page.transfers
-            ],
-            next=page.next,
-        )
+        return await self._records.page(after, limit)
 
     def watching(self, transfer_id: str) -> AbstractContextManager[asyncio.Event]:
         """An event that is set whenever the transfer may have changed, here or at another server,
@@ -255,34 +214,17 @@ class Scheduler:
         until = transfer.holds_until
         if until > self._clock():
             transfer.hold = -transfer.hold
-            self._put(
+            self._records.put(
                 transfer_id,
                 ReleaseHold(transfer_id, transfer.target, until, self._clock(), self._log_as),
             )
             self._outgoing.notify(transfer.target, transfer_id, until)
-            await self._written(transfer_id)
+            await self._records.written(transfer_id)
         return transfer.info()
 
     async def _find(self, transfer_id: str) -> Transfer:
-        """As SQL has it; of a server that has its database alone, as SQL will. Raises `Missing`."""
         self.expire()
-        live = self._unended.get(transfer_id)
-        if live is not None and not self._log_as:
-            return live
-        ended = self._ended.get(transfer_id)
-        await self._written(transfer_id)
-        if ended is not None and not self._log_as:
-            return ended
-        found = await history.by_id(self._database, transfer_id)
-        if found is None:
-            raise _missing(transfer_id)
-        return found
-
-    async def _written(self, transfer_id: str) -> None:
-        """Until SQL has what this server knows of it: an end that it tells before, it would deny
-        after a restart."""
-        if self._unwritten.get(transfer_id, 0) > self._writer.committed:
-            await self._writer.flushed(_COMMIT_TIMEOUT)
+        return await self._records.find(transfer_id)
 
     # ------------------------------------------------------------ the target's side
 
@@ -320,7 +262,7 @@ class Scheduler:
         transfer.detail = progress.detail or transfer.detail
         if progress.final:
             write = self._end(transfer, None, transfer.detail, changed)
-            await self._writer.flushed(_COMMIT_TIMEOUT)
+            await self._records.flushed()
             if write.state is None:
                 raise Busy("the database did not take this: ask again; the log says why")
             return api.ProgressReply(state=write.state)
@@ -329,7 +271,8 @@ class Scheduler:
 
     def _advance(self, transfer: Transfer, incarnation: str, changed: Sequence[int]) -> None:
         transfer.state = TransferState.RUNNING
-        self._outgoing.taken(transfer)
+        if transfer.id in self._unended:
+            self._outgoing.taken(transfer)
         write = AdvanceTransfer(
             transfer.id,
             incarnation,
@@ -340,7 +283,7 @@ class Scheduler:
             self._clock(),
             self._log_as,
         )
-        self._put(transfer.id, write)
+        self._records.put(transfer.id, write)
         self._watchers.wake(transfer.id)
 
     # ------------------------------------------------------------ the other servers
@@ -395,12 +338,7 @@ class Scheduler:
 
     def sweep(self) -> None:
         """Let go of what SQL has by now."""
-        for transfer_id, position in list(self._unwritten.items()):
-            if self._writer.committed >= position:
-                del self._unwritten[transfer_id]
-                ended = self._ended.pop(transfer_id, None)
-                if ended is not None:
-                    self._by_idempotency.pop(ended.idempotency_key or "", None)
+        self._records.sweep()
 
     def forget_old(self) -> None:
         self._unended.forget_old()
@@ -410,10 +348,6 @@ class Scheduler:
         """End long polls and watches now; later ones don't wait."""
         self._outgoing.close()
         self._watchers.close()
-
-    def _put(self, transfer_id: str, write: Write) -> None:
-        self._writer.put(write)
-        self._unwritten[transfer_id] = self._writer.position
 
     def _end(
         self,
@@ -438,16 +372,12 @@ class Scheduler:
             chunks=said,
             log_as=self._log_as,
         )
-        self._put(transfer.id, write)
+        self._records.put(transfer.id, write)
         self._unended.remove(transfer.id)
-        self._ended[transfer.id] = transfer
+        self._records.ended(transfer)
         if not self._log_as:  # else when SQL has decided: see `follow`
             self._metrics.transfers.labels(transfer.state.value).inc()
             if state is not None and known_to_target:
                 self._outgoing.notify(transfer.target, transfer.id, self._clock() + _NOTICE)
             self._watchers.wake(transfer.id)
         return write
-
-
-def _missing(transfer_id: str) -> Missing:
-    return Missing(f"no transfer {transfer_id!r}, or it ended too long ago")

@@ -6,6 +6,7 @@ from server_kit import CHUNK_BYTES, DOCUMENT, Running, host, join, keys, report,
 from kvstrata import api
 from kvstrata.api import Outcome, TransferState
 from kvstrata.errors import Busy, Expired, Malformed, Missing, PeerRefused
+from kvstrata_server import records
 from kvstrata_server import transfers as transfers_module
 
 S = TransferState
@@ -323,8 +324,8 @@ async def test_a_database_that_hangs_does_not_hold_up_other_requests(tmp_path, m
 
     async with running(tmp_path) as r:
         await join(r.control, "a")
-        monkeypatch.setattr(transfers_module.history, "by_idempotency_key", hang)
-        monkeypatch.setattr(transfers_module, "_COMMIT_TIMEOUT", 0.05)
+        monkeypatch.setattr(records.history, "by_idempotency_key", hang)
+        monkeypatch.setattr(records, "_COMMIT_TIMEOUT", 0.05)
         asked = api.TransferRequest(target="a", keys=keys(0), dry_run=True)
         stuck = asyncio.create_task(r.state.transfers.create(asked, "k"))
         await asyncio.sleep(0)
