@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
+from typing import Annotated, Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from kvstrata.errors import Busy
 from kvstrata_server.compat import Instance, Instances
 from kvstrata_server.hashing import local_hashes
 
-__all__ = ["dump_of"]
+__all__ = ["Dumps"]
 
 _SECONDS = 10.0
+_WHOLE_SECONDS = 60.0
+_MOST_AT_ONCE = 16
 _MOST_MESSAGE_BYTES = 64 << 20
 _TIERS = {"CPU": "host_pinned", "STORAGE": "disk"}
 
@@ -27,7 +30,7 @@ class _Event(msgspec.Struct):
     type: str
     block_hashes: list[int] = []
     parent_block_hash: int | None = None
-    token_ids: list[int] = []
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]] = []
     block_size: int = 0
     medium: str = ""
     lora_name: str | None = None
@@ -43,32 +46,75 @@ class _Batch(msgspec.Struct, array_like=True):
 _decode = msgspec.msgpack.Decoder(_Batch).decode
 
 
-async def dump_of(instances: Instances) -> dict[str, Any]:
-    """By `model:tenant` the block size and the events of its instances; for a model of which an
-    instance doesn't answer, the error."""
-    groups: dict[str, list[Instance]] = {}
-    for instance in instances.all():
-        if instance.id.isdecimal() and instances.is_up(instance):
-            groups.setdefault(f"{instance.model}:{instance.tenant}", []).append(instance)
-    found: dict[str, Any] = {}
-    for name, members in groups.items():
+class Dumps:
+    """What all registered instances hold. One dump at a time, which asks a few nodes at a time:
+    each may have gigabytes to tell, and there may be thousands."""
+
+    def __init__(self, instances: Instances) -> None:
+        self._instances = instances
+        self._turn = asyncio.Lock()
+
+    async def take(self) -> dict[str, Any]:
+        """By `model:tenant` the block size and the events of its instances; for a model of which
+        an instance doesn't answer, the error. Raises `Busy` if there was no time for it."""
+        until = asyncio.get_running_loop().time() + _WHOLE_SECONDS
         try:
-            parts = await asyncio.gather(*(_events(instance) for instance in members))
-        except (TimeoutError, zmq.ZMQError, msgspec.MsgspecError) as e:
-            found[name] = {"error": f"a node did not tell what it holds: {e or 'no answer'}"}
-            continue
-        events = [event for part in parts for event in part]
-        for n, event in enumerate(events):
-            event["event"]["event_id"] = n
-        found[name] = {"block_size": members[0].block_size, "events": events}
-    return found
+            async with asyncio.timeout_at(until):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise Busy("another dump is being made: ask again later") from None
+        try:
+            return await self._taken(until)
+        finally:
+            self._turn.release()
+
+    async def _taken(self, until: float) -> dict[str, Any]:
+        groups: dict[str, list[Instance]] = {}
+        for instance in self._instances.all():
+            if instance.id.isdecimal() and self._instances.is_up(instance):
+                groups.setdefault(f"{instance.model}:{instance.tenant}", []).append(instance)
+        room = asyncio.Semaphore(_MOST_AT_ONCE)
+        # Whatever happens, all sockets are closed before their context is: it would wait for them.
+        with zmq.asyncio.Context() as context:
+            async with asyncio.TaskGroup() as asking:
+                tasks = {
+                    name: asking.create_task(_group(context, room, until, members))
+                    for name, members in groups.items()
+                }
+            return {name: task.result() for name, task in tasks.items()}
 
 
-async def _events(instance: Instance) -> list[dict[str, Any]]:
+async def _group(
+    context: zmq.asyncio.Context, room: asyncio.Semaphore, until: float, members: list[Instance]
+) -> dict[str, Any]:
+    asking = [asyncio.create_task(_events(context, room, until, each)) for each in members]
+    try:
+        parts = await asyncio.gather(*asking)
+    except (TimeoutError, zmq.ZMQError, msgspec.MsgspecError) as e:
+        return {"error": f"a node did not tell what it holds: {str(e) or 'no answer'}"}
+    finally:
+        # The others of the group, if one has failed: what they say is of no use any more.
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+    events = [event for part in parts for event in part]
+    for n, event in enumerate(events):
+        event["event"]["event_id"] = n
+    return {"block_size": members[0].block_size, "events": events}
+
+
+async def _events(
+    context: zmq.asyncio.Context, room: asyncio.Semaphore, until: float, instance: Instance
+) -> list[dict[str, Any]]:
     """Those of one instance that add up to what it holds."""
     blocks: dict[tuple[str, int], dict[str, Any]] = {}
-    async with asyncio.timeout(_SECONDS):
-        async for batch in _replay(instance.replay):
+    async with (
+        asyncio.timeout_at(until),
+        room,
+        asyncio.timeout(_SECONDS),
+        contextlib.aclosing(_replay(context, instance.replay)) as batches,
+    ):
+        async for batch in batches:
             for event in batch.events:
                 _apply(event, instance, blocks)
     return list(blocks.values())
@@ -116,9 +162,9 @@ def _stored(
     }
 
 
-async def _replay(address: str) -> AsyncIterator[_Batch]:
+async def _replay(context: zmq.asyncio.Context, address: str) -> AsyncGenerator[_Batch]:
     """All that a publisher still knows. Raises `zmq.ZMQError` for what is no address."""
-    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
+    with context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.MAXMSGSIZE, _MOST_MESSAGE_BYTES)
         dealer.connect(address)

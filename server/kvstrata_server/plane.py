@@ -20,6 +20,7 @@ from kvstrata_server.clock import Clock
 from kvstrata_server.cluster import Cluster
 from kvstrata_server.compat import Instances
 from kvstrata_server.database import Database
+from kvstrata_server.dump import Dumps
 from kvstrata_server.evictions import Evictions
 from kvstrata_server.feed import Feed, WatchedPlaces
 from kvstrata_server.following import LOG_RETENTION, Follower
@@ -85,6 +86,7 @@ class ControlState:
             log_as,
         )
         self.instances = Instances(self.cluster)
+        self.dumps = Dumps(self.instances)
         self.quotas = Quotas(self.database, self.writer, clock)
         self.usage = Usage(self.cluster, clock)
         self.shedding = Shedding(

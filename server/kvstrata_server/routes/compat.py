@@ -19,7 +19,6 @@ from kvstrata.errors import Malformed
 from kvstrata.keys import Namespace
 from kvstrata_server.answered import acts_on
 from kvstrata_server.compat import DEFAULT_TENANT, Asked, Overlap, overlaps
-from kvstrata_server.dump import dump_of
 from kvstrata_server.examples import example
 from kvstrata_server.hashing import sequence_hashes, sequence_prefixes
 from kvstrata_server.plane import ControlState
@@ -290,13 +289,13 @@ async def list_workers(
 @router.get(
     "/dump",
     summary="Read what the registered instances hold",
-    responses=responses(),
+    responses=responses(503),
     openapi_extra=example("dump"),
 )
 async def dump(state: State) -> dict[str, Any]:
     """What the registered instances hold, as Dynamo's router events: for an indexer that starts
     with us as its peer. Asked of the nodes, which alone know the tokens."""
-    return await dump_of(state.instances)
+    return await state.dumps.take()
 
 
 def _namespaces(state: ControlState, who: Identity, asked: _Query) -> list[Namespace]:
