@@ -1,3 +1,4 @@
+import asyncio
 import socket
 import subprocess
 import sys
@@ -169,7 +170,9 @@ async def test_a_long_poll_may_take_as_long_as_it_asked_for():
     assert dict(seen[0].url.params) == {"incarnation": "i1", "wait": "20"}
 
 
-@pytest.mark.parametrize("url", ["", "127.0.0.1:7800", "tcp://127.0.0.1:7800"])
+@pytest.mark.parametrize(
+    "url", ["", "127.0.0.1:7800", "tcp://127.0.0.1:7800", "http://127.0.0.1:7800,", "http://a,b"]
+)
 def test_an_impossible_address_says_what_one_looks_like(url):
     with pytest.raises(ConfigError, match="http://127"):
         ControlPlane(url)
@@ -191,3 +194,64 @@ def test_a_token_that_no_header_can_carry_is_not_repeated(token):
 def test_httpx_is_imported_only_where_it_is_used():
     code = "import sys, kvstrata.control; sys.exit('httpx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class Servers:
+    """Answers as `down` (by host) says: with an error, or well."""
+
+    def __init__(self) -> None:
+        self.down: dict[str, Exception] = {}
+        self.asked: list[str] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        host = request.url.host
+        self.asked.append(host)
+        if host in self.down:
+            raise self.down[host]
+        return httpx.Response(200, content=NODES.model_dump_json())
+
+    def take(self) -> list[str]:
+        asked, self.asked = self.asked, []
+        return asked
+
+
+@pytest.mark.parametrize("kind", [ControlPlane, SyncControlPlane])
+async def test_of_several_servers_the_next_is_asked_where_one_fails(kind):
+    servers = Servers()
+    control = kind("http://a, http://b/,http://c", transport=httpx.MockTransport(servers))
+
+    async def nodes() -> object:
+        found = control.nodes()
+        return await found if kind is ControlPlane else found
+
+    await nodes()
+    await nodes()
+    assert servers.take() == ["a", "a"]
+    servers.down["a"] = httpx.ConnectError("refused")
+    assert await nodes() == NODES  # none has seen the request: it is sent on at once
+    await nodes()
+    assert servers.take() == ["a", "b", "b"]
+    servers.down["b"] = httpx.ReadError("reset")  # it may have been carried out
+    with pytest.raises(LinkBroken, match="http://b:"):
+        await nodes()
+    await nodes()
+    assert servers.take() == ["b", "c"]
+    servers.down = dict.fromkeys("abc", httpx.ConnectTimeout("late"))
+    with pytest.raises(LinkBroken, match="http://b:"):
+        await nodes()
+    assert servers.take() == ["c", "a", "b"]
+    servers.down = {}
+    assert await nodes() == NODES
+    assert control.url == "http://c"
+    closed = control.close()
+    if kind is ControlPlane:
+        await closed
+
+
+async def test_calls_that_fail_together_pass_over_no_server():
+    servers = Servers()
+    async with ControlPlane("http://a,http://b", transport=httpx.MockTransport(servers)) as control:
+        servers.down["a"] = httpx.ConnectError("refused")
+        await asyncio.gather(*(control.nodes() for _ in range(3)))
+        assert control.url == "http://b"
+        assert servers.asked.count("b") == 3

@@ -241,7 +241,8 @@ class ControlSettings(_Section):
     """The control plane this node reports to."""
 
     url: str = ""
-    """As in `http://127.0.0.1:7800`; empty: none."""
+    """As in `http://127.0.0.1:7800`; empty: none. Several servers of one database have commas
+    between them: one is asked as long as it answers, and then the next."""
     ca: Path | None = None
     """Certificates to trust instead of the system's, PEM, for an `https` address."""
     token: Token = ""

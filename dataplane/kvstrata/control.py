@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import ssl
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -203,20 +204,27 @@ class _Client:
     """What both clients share: how a call becomes a request, and an answer a message."""
 
     def __init__(self, url: str, token: str, timeout: float, ca: Path | None) -> None:
-        if not _is_address(url):
-            raise ConfigError(
-                f"control plane address {url!r} must be http:// or https://, a host and a port, "
-                "as in http://127.0.0.1:7800"
-            )
+        self._urls = [part.strip().rstrip("/") for part in url.split(",")]
+        for each in self._urls:
+            if not _is_address(each):
+                raise ConfigError(
+                    f"control plane address {each!r} must be http:// or https://, a host and a "
+                    "port, as in http://127.0.0.1:7800; several servers have commas between them"
+                )
         if not _TOKEN.fullmatch(token):
             raise ConfigError(
                 "the bearer token has characters that no header can carry: use printable ASCII, "
                 "and no space at either end"
             )
-        self.url = url.rstrip("/")
+        self._at = 0
         self._token = token
         self._timeout = timeout
         self._verify = True if ca is None else _trusting(ca)
+
+    @property
+    def url(self) -> str:
+        """Of the server that is asked now."""
+        return self._urls[self._at]
 
     @property
     def _base_headers(self) -> dict[str, str]:
@@ -225,7 +233,9 @@ class _Client:
             headers["Authorization"] = f"Bearer {self._token}"
         return headers
 
-    def _request(self, http: httpx.AsyncClient | httpx.Client, call: _Call[R]) -> httpx.Request:
+    def _request(
+        self, http: httpx.AsyncClient | httpx.Client, url: str, call: _Call[R]
+    ) -> httpx.Request:
         import httpx
 
         headers = dict(call.headers)
@@ -238,7 +248,7 @@ class _Client:
         )
         return http.build_request(
             call.method,
-            call.path,
+            url + call.path,
             content=content,
             params=call.query or None,
             headers=headers,
@@ -257,11 +267,19 @@ class _Client:
                 ) from e
         raise _error_of(response)
 
-    def _broken(self, error: Exception) -> LinkBroken:
+    def _broken(self, url: str, error: Exception) -> LinkBroken:
+        """The server there has failed: the next one is asked from now on."""
+        if self.url == url:  # or somebody found that out before
+            self._at = (self._at + 1) % len(self._urls)
         reason = str(error) or type(error).__name__
-        return LinkBroken(
-            f"control plane at {self.url}: {reason} (does `kvstrata server` run there?)"
-        )
+        return LinkBroken(f"control plane at {url}: {reason} (does `kvstrata server` run there?)")
+
+
+def _tries(urls: Sequence[str]) -> Iterator[bool]:
+    """One for each, and whether it is the last. A request that no server got goes to the next at
+    once; one that may have been carried out is the caller's to repeat."""
+    for left in reversed(range(len(urls))):
+        yield not left
 
 
 def _error_of(response: httpx.Response) -> KVStrataError:
@@ -285,7 +303,8 @@ def _error_of(response: httpx.Response) -> KVStrataError:
 
 class ControlPlane(_Client):
     """Async client. `transport` replaces the network (httpx.ASGITransport in tests), `ca` the
-    certificates of the system.
+    certificates of the system. `url` may name several servers of one database, with commas: one is
+    asked as long as it answers, and then the next.
 
     Use it as a context manager, or call `close`. Raises `ConfigError` on an address that can't
     be one.
@@ -303,7 +322,6 @@ class ControlPlane(_Client):
         import httpx
 
         self._http = httpx.AsyncClient(
-            base_url=self.url,
             headers=self._base_headers,
             transport=transport,
             verify=self._verify,
@@ -312,10 +330,16 @@ class ControlPlane(_Client):
     async def _run(self, call: _Call[R]) -> R:
         import httpx
 
-        try:
-            response = await self._http.send(self._request(self._http, call))
-        except httpx.TransportError as e:
-            raise self._broken(e) from e
+        for last in _tries(self._urls):
+            url = self.url
+            try:
+                response = await self._http.send(self._request(self._http, url, call))
+            except httpx.TransportError as e:
+                broken = self._broken(url, e)
+                if last or not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout):
+                    raise broken from e
+            else:
+                break
         return self._parse(call, response)
 
     async def register(self, node: api.NodeRegistration) -> api.RegistrationReply:
@@ -438,7 +462,6 @@ class SyncControlPlane(_Client):
         import httpx
 
         self._http = httpx.Client(
-            base_url=self.url,
             headers=self._base_headers,
             transport=transport,
             verify=self._verify,
@@ -447,10 +470,16 @@ class SyncControlPlane(_Client):
     def _run(self, call: _Call[R]) -> R:
         import httpx
 
-        try:
-            response = self._http.send(self._request(self._http, call))
-        except httpx.TransportError as e:
-            raise self._broken(e) from e
+        for last in _tries(self._urls):
+            url = self.url
+            try:
+                response = self._http.send(self._request(self._http, url, call))
+            except httpx.TransportError as e:
+                broken = self._broken(url, e)
+                if last or not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout):
+                    raise broken from e
+            else:
+                break
         return self._parse(call, response)
 
     def drain(self, node: str, request: api.DrainRequest) -> api.DrainInfo:
