@@ -49,6 +49,7 @@ from kvstrata_server.metrics import Metrics
 from kvstrata_server.namespaces import Namespaces
 from kvstrata_server.no_nul import namespace_of
 from kvstrata_server.places import PlaceChange, Places, Serves
+from kvstrata_server.problems import Conflict
 from kvstrata_server.writer import Writer
 from kvstrata_server.writes import DropNode, PutNode, SetSeq, Write
 
@@ -86,6 +87,10 @@ class Node:
     """Parts of a snapshot that is not complete."""
     home: bool = False
     """Whether its last report or registration came to this server."""
+    heard_here: float = 0.0
+    """When it last spoke to this server; `last_seen` is when it did to any."""
+    drain: api.DrainState | None = None
+    """Of the drain in force."""
     ahead: tuple[int, float] | None = None
     """The node's count when it was found to be ahead of this server's, and when that was."""
 
@@ -138,6 +143,16 @@ class Cluster:
             raise Missing(f"node {node_id!r} was taken out of service")
         return node
 
+    def require_target(self, node_id: str) -> Node:
+        """Raises `Conflict` also for a node that is drained."""
+        node = self.require(node_id)
+        if node.drain is not None:
+            raise Conflict(
+                f"node {node_id!r} is drained and takes no new chunks: choose another target, or "
+                f"cancel that (DELETE /v1/nodes/{node_id}/drain)"
+            )
+        return node
+
     def require_current(self, node_id: str, incarnation: str) -> Node:
         """Raises `Expired` if this is not the incarnation that registered last."""
         node = self.require(node_id)
@@ -147,6 +162,11 @@ class Cluster:
                 f"{incarnation!r} is not it: register again, or give one of two nodes another id"
             )
         return node
+
+    @property
+    def ttl(self) -> float:
+        """Seconds without a heartbeat after which a node is silent."""
+        return self._ttl
 
     def state(self, node: Node) -> api.NodeState:
         if node.gone:
@@ -177,6 +197,7 @@ class Cluster:
             detail=node.detail,
             heartbeat_age=self.age(node),
             events=list(node.events),
+            drain=node.drain,
         )
 
     def page(self, after: str | None, limit: int) -> api.NodeList:
@@ -226,7 +247,7 @@ class Cluster:
             voided = self.places.void_host(node.id)
             node.incarnation = entry.incarnation
             node.next_seq, node.staged, node.snapshot_wanted = 0, None, False
-            node.host = node.ahead = None
+            node.host = node.ahead = node.drain = None
         elif node.gone:
             node.snapshot_wanted = True
         node.peer_address = entry.peer_address
@@ -266,7 +287,7 @@ class Cluster:
         return api.HeartbeatReply(snapshot_wanted=node.snapshot_wanted)
 
     def _hear(self, node: Node) -> None:
-        node.last_seen = self._clock()
+        node.last_seen = node.heard_here = self._clock()
         self._heard.add(node.id)
 
     def _lost(self, node: Node, next_seq: int) -> bool:

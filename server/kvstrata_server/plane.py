@@ -21,6 +21,7 @@ from kvstrata_server.cluster import Cluster
 from kvstrata_server.compat import Instances
 from kvstrata_server.database import Database
 from kvstrata_server.dump import Dumps
+from kvstrata_server.drains import Drains
 from kvstrata_server.evictions import Evictions
 from kvstrata_server.feed import Feed, WatchedPlaces
 from kvstrata_server.following import LOG_RETENTION, Follower
@@ -110,7 +111,7 @@ class ControlState:
             clock,
             settings.transfer_retention,
             self.turns,
-            self.evictions.commands,
+            lambda node: [*self.evictions.commands(node), *self.drains.commands(node)],
             log_as,
         )
         self.follower = Follower(
@@ -121,6 +122,14 @@ class ControlState:
             name,
             self._reload,
             (self.transfers, self.evictions),
+        )
+        self.drains = Drains(
+            self.cluster,
+            self.database,
+            self.writer,
+            clock,
+            settings.transfer_retention,
+            self.transfers,
         )
         self.admission = Admission(
             self.quotas, self.usage, self.namespaces, clock, lambda id_: id_ in self.transfers
@@ -143,6 +152,7 @@ class ControlState:
         self._tasks.start("writer", self.writer.run)
         self._tasks.start("sweep", self._sweep)
         self._tasks.start("tokens", self.tokens.run)
+        self._tasks.start("drains", self.drains.run)
         self._tasks.start("usage", self.usage.run)
         self._tasks.start("quotas", self.quotas.run)
         self._tasks.start("shedding", self.shedding.run)
@@ -214,6 +224,7 @@ class ControlState:
                 forgotten = loop.time()
                 self.transfers.forget_old()
                 self.evictions.forget_old()
+                self.drains.forget_old()
                 self.writer.put(ForgetAudit(self.clock() - self.settings.audit_retention))
                 self.cluster.forget_old(_NODE_RETENTION)
                 if self.database.shared:
@@ -226,6 +237,7 @@ class ControlState:
         await load(self.cluster, self.database)
         await self.transfers.load()
         await self.evictions.load()
+        await self.drains.load()
 
     async def _reload(self) -> None:
         self.ready = False
@@ -234,6 +246,7 @@ class ControlState:
         await load(self.cluster, self.database)
         await self.transfers.load()
         await self.evictions.load()
+        await self.drains.load()
         self.ready = True
 
 

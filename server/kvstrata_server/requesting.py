@@ -24,8 +24,9 @@ def transfer_of(
     admission: Admission | None = None,
 ) -> Transfer:
     """Queued, or planned if it is a dry run. Raises `Missing` for an unknown target or source,
-    `Malformed` for a source that serves no peers, and what `admission` does."""
-    target = cluster.require(asked.target)
+    `Conflict` for a target that is drained, `Malformed` for a source that serves no peers, and what
+    `admission` does."""
+    target = cluster.require_target(asked.target)
     if asked.source not in (ANY, OWN) and not cluster.require(asked.source).peer_address:
         raise Malformed(
             f"node {asked.source!r} serves no peers: set `peers.listen` there, or ask for "

@@ -90,6 +90,25 @@ def test_what_nobody_reaches_is_not_offered():
     assert index.tally(k(0), {}) == {}
 
 
+@given(
+    st.lists(st.sets(st.integers(1, 4)), max_size=12),
+    st.sets(st.integers(1, 5)),
+    st.sets(st.integers(1, 4)),
+    st.integers(1, 5),
+)
+def test_select_equals_looking_at_each(held, locations, never, size):
+    """`held[n]` is where chunk n is; chosen are those at `locations` and nowhere of `never`."""
+    index = PlacementIndex()
+    for n, at in enumerate(held):
+        for location in at:
+            index.add(location, k(n))
+    parts = index.select(locations, never.isdisjoint, size)
+    found = [key for part in parts for key in index.families.keys(*part)]
+    assert len(found) == len(set(found))
+    wanted = [n for n, at in enumerate(held) if at & locations and not at & never]
+    assert sorted(found) == sorted(k(*wanted))
+
+
 def test_sets_of_holders_do_not_pile_up():
     index = PlacementIndex()
     for location in range(5000):

@@ -11,7 +11,15 @@ from typing import Any
 from pydantic import BaseModel
 
 from kvstrata.api.base import Request
-from kvstrata_server.examples import compatible, moves, nodes, placements, quotas, upkeep
+from kvstrata_server.examples import (
+    compatible,
+    drains,
+    moves,
+    nodes,
+    placements,
+    quotas,
+    upkeep,
+)
 
 __all__ = ["EXAMPLES", "example", "show_examples"]
 
@@ -19,6 +27,7 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     **nodes.EXAMPLES,
     **placements.EXAMPLES,
     **moves.EXAMPLES,
+    **drains.EXAMPLES,
     **quotas.EXAMPLES,
     **upkeep.EXAMPLES,
     **compatible.EXAMPLES,

@@ -90,7 +90,10 @@ async def put_heartbeat(
     node_id: NodeId, beat: api.HeartbeatRequest, state: State
 ) -> api.HeartbeatReply:
     """A node is alive, and how full it is."""
-    return state.cluster.heartbeat(node_id, beat)
+    await state.follower.catch_up(node_id, beat.incarnation)
+    reply = state.cluster.heartbeat(node_id, beat)
+    reply.draining = state.drains.heard(node_id, beat)
+    return reply
 
 
 @router.post(
@@ -101,6 +104,7 @@ async def put_heartbeat(
 )
 async def post_report(node_id: NodeId, report: api.Report, state: State) -> api.ReportReply:
     """Which chunks appeared at or left the locations of a node, since the report before."""
+    await state.follower.catch_up(node_id, report.incarnation)
     return state.cluster.report(node_id, report)
 
 
@@ -120,6 +124,7 @@ async def poll_commands(
     ] = 0.0,
 ) -> api.CommandBatch:
     """What a node is asked to do: a long poll that is answered as soon as there is something."""
+    await state.follower.catch_up(node_id, incarnation)
     return await state.transfers.commands(node_id, incarnation, wait, request.is_disconnected)
 
 
@@ -131,4 +136,5 @@ async def poll_commands(
 )
 async def post_progress(node_id: NodeId, progress: api.Progress, state: State) -> api.ProgressReply:
     """What became of a transfer's keys, so far or for good."""
+    await state.follower.catch_up(node_id, progress.incarnation)
     return await state.transfers.progress(node_id, progress)

@@ -1,0 +1,577 @@
+"""Nodes emptied before they are stopped; the nodes here only say what the test has them say."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import pytest
+from server_kit import CHUNK_BYTES, TTL, TurnedClock, host, join, keys, report, running, store
+
+from kvstrata import api
+from kvstrata.api import DrainState, LeftReason, NodeState, Outcome
+from kvstrata.errors import Missing, PeerRefused
+from kvstrata_server import drains as drains_module
+from kvstrata_server import emptying as emptying_module
+
+S = DrainState
+ROOM = 64 * CHUNK_BYTES
+
+
+@pytest.fixture(autouse=True)
+def by_hand(monkeypatch):
+    """Steps are taken when the test says so."""
+
+    async def run(self):
+        return
+
+    monkeypatch.setattr(drains_module.Drains, "run", run)
+
+
+class Node:
+    """A node that reports and beats on demand."""
+
+    def __init__(self, r, name, stores=(), capacity=ROOM, peers=True, incarnation="i1") -> None:
+        self.r, self.name, self.stores, self.peers = r, name, stores, peers
+        self.capacity, self.used, self.seq, self.incarnation = capacity, 0, 0, incarnation
+        self.draining = False
+
+    async def join(self):
+        await join(self.r.control, self.name, self.incarnation, self.stores, self.peers)
+        await self.beat()
+        return self
+
+    async def report(self, *changes):
+        reply = await self.r.control.report(
+            self.name, report(self.seq, *changes, incarnation=self.incarnation)
+        )
+        assert reply.applied
+        self.seq += 1
+
+    async def beat(self, settled=None, **more):
+        use = api.HostUse(used_bytes=self.used, capacity_bytes=self.capacity, chunks=0)
+        reply = await self.r.control.heartbeat(
+            self.name,
+            api.HeartbeatRequest(
+                incarnation=self.incarnation,
+                host=use,
+                next_seq=self.seq,
+                settled=self.draining if settled is None else settled,
+                **more,
+            ),
+        )
+        self.draining = reply.draining
+
+    async def told(self, kind):
+        commands = (await self.r.control.commands(self.name, self.incarnation)).commands
+        return [command for command in commands if command.kind == kind]
+
+    async def pull(self, outcome=Outcome.STORED, reports=True):
+        """Execute the transfers that wait."""
+        pulled = []
+        for command in await self.told("pull"):
+            pulled += command.keys
+            await self.r.control.progress(
+                self.name,
+                api.Progress(
+                    incarnation=self.incarnation,
+                    transfer=command.transfer,
+                    final=True,
+                    outcomes=dict.fromkeys(command.keys, outcome),
+                    bytes=len(command.keys) * CHUNK_BYTES,
+                ),
+            )
+            assert command.free_only
+        if pulled and reports:
+            await self.report(host(pulled))
+        return pulled
+
+    async def store(self, outcome=Outcome.STORED, reports=True, **more):
+        """Execute the order that waits, into its first store."""
+        (order,) = await self.told("store")
+        result = api.StoreResult(
+            incarnation=self.incarnation,
+            **({"outcomes": dict.fromkeys(order.keys, outcome),
+                "stores": dict.fromkeys(order.keys, order.stores[0])} | more),
+        )  # fmt: skip
+        await self.r.control.store_result(self.name, order.transfer, result)
+        if reports and outcome is Outcome.STORED:
+            await self.report(store(order.stores[0], order.keys))
+        return order
+
+
+@asynccontextmanager
+async def cluster(place, *nodes, clock=None, **settings):
+    """`nodes`: (name, more) of each."""
+    async with running(place, clock, **settings) as r:
+        made = [await Node(r, name, **more).join() for name, more in nodes]
+        yield r, *made
+
+
+async def begin(r, node="a", **more):
+    return await r.control.drain(node, api.DrainRequest(**more))
+
+
+async def step(r, node="a"):
+    await r.state.drains.advance()
+    return await r.control.drain_of(node)
+
+
+async def settle(node):
+    await node.beat()
+    await node.beat()
+
+
+PLAIN = (("a", {}), ("b", {}))
+SHARING = (("a", {"stores": ("sa", "nfs")}), ("b", {"stores": ("nfs",)}))
+
+
+async def test_what_only_it_holds_is_moved_to_others(place):
+    async with cluster(place, *PLAIN) as (r, a, b):
+        await a.report(host(keys(0, 1, 2)))
+        await b.report(host(keys(2)))
+        made = await begin(r, deadline=300)
+        assert (made.state, made.for_, made.deadline) == (S.DRAINING, "removal", r.clock() + 300)
+        assert made.remaining == api.Amount(chunks=2, bytes=2 * CHUNK_BYTES)
+        assert (await r.control.node("a")).drain is S.DRAINING
+        assert (await r.control.node("b")).drain is None
+        await settle(a)
+        info = await step(r)
+        assert (info.settled, info.state, info.may_stop) == (True, S.DRAINING, False)
+        assert sorted(await b.pull()) == sorted(keys(0, 1))
+        info = await step(r)
+        assert (info.state, info.may_stop, info.ended) == (S.DRAINED, True, r.clock())
+        assert (info.moved, info.moved_bytes) == ({"b": 2}, 2 * CHUNK_BYTES)
+        assert (info.left, info.remaining.chunks) == ([], 0)
+
+
+async def test_it_is_written_back_where_others_have_the_store(place):
+    async with cluster(place, *SHARING) as (r, a, b):
+        await a.report(host(keys(0, 1)), store("nfs", keys(1)))
+        await begin(r)
+        await settle(a)
+        await step(r)
+        assert await b.told("pull") == []
+        order = await a.store()
+        assert (order.keys, order.stores) == (keys(0), ["nfs"])
+        info = await step(r)
+        assert (info.state, info.stored, info.moved) == (S.DRAINED, {"nfs": 1}, {})
+
+
+async def test_what_is_in_its_own_store_goes_too_when_it_goes_for_good(place):
+    async with cluster(place, *SHARING) as (r, a, _):
+        await a.report(host(keys(0)), store("sa", keys(0, 1)))
+        await begin(r)
+        await settle(a)
+        await step(r)
+        order = await a.store()
+        assert sorted(order.keys) == sorted(keys(0, 1))
+        assert order.keys[0] == keys(0)[0]  # what is in host memory first
+        assert (await step(r)).state is S.DRAINED
+
+
+async def test_for_a_restart_its_own_stores_are_enough(place):
+    async with cluster(place, *SHARING) as (r, a, b):
+        await a.report(host(keys(0, 1, 2)), store("sa", keys(1, 9)))
+        made = await begin(r, for_="restart")
+        assert (made.for_, made.remaining.chunks) == ("restart", 2)
+        await settle(a)
+        await step(r)
+        order = await a.store()
+        assert sorted(order.keys) == sorted(keys(0, 2))
+        assert order.stores == ["nfs", "sa"]
+        assert (await step(r)).may_stop
+        assert await b.told("pull") == []
+
+
+async def test_what_no_store_takes_is_moved(place):
+    async with cluster(place, *SHARING) as (r, a, b):
+        await a.report(host(keys(0)))
+        await begin(r, for_="restart")
+        await settle(a)
+        await step(r)
+        await a.store(Outcome.NO_ROOM)
+        r.clock.advance(1)
+        await step(r)
+        assert await b.pull() == keys(0)
+        assert (await step(r)).state is S.DRAINED
+
+
+async def test_a_store_that_fails_is_tried_twice_and_one_that_says_nothing_given_up(place):
+    async with cluster(place, *SHARING) as (r, a, b):
+        await a.report(host(keys(0)))
+        await begin(r)
+        await settle(a)
+        await step(r)
+        await a.store(Outcome.FAILED)
+        r.clock.advance(1)
+        await step(r)
+        (order,) = await a.told("store")
+        assert await a.told("store") == []
+        r.clock.advance(5)
+        assert await a.told("store") == [order.model_copy(update={"deadline_in": 55.0})]
+        for _ in range(11):
+            r.clock.advance(6)
+            await settle(a)
+            await b.beat()
+        await step(r)
+        late = api.StoreResult(incarnation="i1", outcomes={keys(0)[0]: Outcome.STORED})
+        reply = await r.control.store_result("a", order.transfer, late)
+        assert not reply.wanted
+        r.clock.advance(1)
+        await step(r)
+        assert await b.pull() == keys(0)
+        assert (await step(r)).state is S.DRAINED
+
+
+async def test_it_is_not_drained_before_the_node_has_said_all(place):
+    async with cluster(place, *PLAIN) as (r, a, b):
+        await begin(r)
+        (beat,) = await a.told("beat")
+        assert beat.transfer
+        assert (await step(r)).state is S.DRAINING
+        await a.beat()
+        assert a.draining
+        assert (await step(r)).state is S.DRAINING
+        await a.beat(settled=False)  # some reports are not answered yet
+        assert (await step(r)).state is S.DRAINING
+        await a.report(host(keys(0)))
+        await a.beat()
+        info = await step(r)
+        assert (info.state, info.remaining.chunks) == (S.DRAINING, 1)
+        await b.pull()
+        assert (await step(r)).state is S.DRAINED
+
+
+async def test_a_node_that_never_says_so_makes_it_partial(place):
+    async with cluster(place, *PLAIN) as (r, a, _):
+        await begin(r, deadline=5)
+        await a.beat(settled=False)
+        r.clock.advance(5)
+        info = await step(r)
+        assert (info.state, info.may_stop, info.remaining.chunks) == (S.PARTIAL, False, 0)
+        assert "has not said that it takes no new chunks" in info.detail
+
+
+async def test_room_goes_to_the_most_free_first_and_nothing_is_promised_twice(place, monkeypatch):
+    monkeypatch.setattr(emptying_module, "_PART_KEYS", 4)
+    nodes = (
+        ("a", {}),
+        ("full", {}),
+        ("small", {"capacity": 6 * CHUNK_BYTES}),
+        ("large", {"capacity": 10 * CHUNK_BYTES}),
+        ("ill", {}),
+    )
+    async with cluster(place, *nodes) as (r, a, full, small, large, ill):
+        full.used = full.capacity
+        await full.beat()
+        await ill.beat(healthy=False, detail="a disk")
+        await a.report(host(keys(*range(20))))
+        await begin(r)
+        await settle(a)
+        await step(r)
+        first = await large.pull(reports=False)
+        assert first == keys(0, 1, 2, 3)  # in the order in which they were reported
+        assert await small.pull() == keys(4, 5, 6, 7)
+        await large.report(host(first))
+        await step(r)
+        assert len(await large.pull()) == 4
+        # Six and ten, less a sixteenth that is spared: nine and five chunks, of which four each
+        # are gone to them, and the rest is told by heartbeats.
+        await step(r)
+        assert len(await small.pull()) == len(await large.pull()) == 1
+        assert await full.told("pull") == await ill.told("pull") == []
+        info = await step(r)
+        assert info.moved == {"large": 9, "small": 5}
+        assert info.remaining.chunks == 6
+
+
+async def test_no_room_anywhere_is_partial_and_says_what_to_do(place):
+    async with cluster(place, *PLAIN) as (r, a, b):
+        b.used = b.capacity
+        await a.report(host(keys(0, 1, 2)))
+        await begin(r, deadline=600)
+        for _ in range(4):
+            await settle(a)
+            await b.beat()
+            assert (await step(r)).state is S.DRAINING
+            r.clock.advance(3)
+        await settle(a)
+        await b.beat()
+        info = await step(r)
+        assert (info.state, info.may_stop, info.in_force) == (S.PARTIAL, False, True)
+        (left,) = info.left
+        assert (left.why, left.chunks) == (LeftReason.NO_ROOM, 3)
+        assert "drain again" in left.detail
+        assert "3 chunks" in info.detail
+        b.used = 0  # somebody made room
+        await b.beat()
+        again = await begin(r)
+        assert again.id != info.id
+        await step(r)
+        await b.pull()
+        await settle(a)
+        assert (await step(r)).state is S.DRAINED
+
+
+async def test_a_target_that_says_no_room_is_left_alone_for_a_while(place):
+    async with cluster(place, *PLAIN) as (r, a, b):
+        await a.report(host(keys(0)))
+        await begin(r)
+        await settle(a)
+        await step(r)
+        await b.pull(Outcome.NO_ROOM, reports=False)
+        r.clock.advance(2)
+        info = await step(r)
+        assert [(left.why, left.chunks) for left in info.left] == [(LeftReason.NO_ROOM, 1)]
+        assert await b.told("pull") == []
+        r.clock.advance(5)
+        await step(r)
+        assert await b.pull() == keys(0)
+        assert (await step(r)).state is S.DRAINED
+
+
+async def test_what_fails_is_tried_a_few_times(place):
+    async with cluster(place, *PLAIN) as (r, a, b):
+        await a.report(host(keys(0)))
+        await begin(r)
+        for _ in range(3):
+            await settle(a)
+            await b.beat()
+            await step(r)
+            assert await b.pull(Outcome.FAILED, reports=False) == keys(0)
+            await step(r)
+            r.clock.advance(2)
+        await step(r)
+        assert await b.told("pull") == []
+        for node in (a, b):
+            r.clock.advance(TTL / 2 + 1)
+            await a.beat()
+            await node.beat()
+        info = await step(r)
+        assert info.state is S.PARTIAL
+        assert [(left.why, left.chunks) for left in info.left] == [(LeftReason.FAILED, 1)]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+async def test_where_nothing_can_take_it(place, alone):
+    nodes = PLAIN[:1] if alone else (("a", {"peers": False}), ("b", {}))
+    async with cluster(place, *nodes) as (r, a, *_):
+        await a.report(host(keys(0)))
+        await begin(r)
+        await settle(a)
+        await step(r)
+        r.clock.advance(TTL / 2)
+        await a.beat()
+        r.clock.advance(TTL / 2 + 1)
+        await a.beat()
+        info = await step(r)
+        assert info.state is S.PARTIAL
+        assert [(left.why, left.chunks) for left in info.left] == [(LeftReason.NO_WAY, 1)]
+        assert "peers.listen" in info.left[0].detail
+
+
+async def test_its_deadline_ends_it_and_what_is_under_way(place):
+    async with cluster(place, *PLAIN) as (r, a, b):
+        await a.report(host(keys(0, 1)))
+        await begin(r, deadline=8)
+        await settle(a)
+        await step(r)
+        (pull,) = await b.told("pull")
+        assert pull.deadline_in == 8
+        r.clock.advance(8)
+        info = await step(r)
+        assert (info.state, info.remaining.chunks) == (S.PARTIAL, 2)
+        assert info.left[0].why in (LeftReason.LATE, LeftReason.FAILED)
+        assert (await r.control.get_transfer(pull.transfer)).state.ended
+
+
+async def test_a_silent_node_is_waited_for_until_the_deadline(place):
+    async with cluster(place, *PLAIN) as (r, a, b):
+        await a.report(host(keys(0)))
+        await begin(r, deadline=100)
+        await settle(a)
+        r.clock.advance(50)
+        await b.beat()
+        assert (await step(r)).state is S.DRAINING
+        assert (await r.control.node("a")).state is NodeState.SILENT
+        await a.beat()
+        await step(r)
+        await b.pull()
+        assert (await step(r)).state is S.DRAINED
+
+
+async def test_cancelled_the_node_serves_as_before(place):
+    async with cluster(place, *PLAIN) as (r, a, b):
+        await a.report(host(keys(0)))
+        await begin(r)
+        await settle(a)
+        await step(r)
+        (pull,) = await b.told("pull")
+        info = await r.control.cancel_drain("a")
+        assert (info.state, info.in_force, info.may_stop) == (S.CANCELLED, False, False)
+        assert (await r.control.get_transfer(pull.transfer)).state.value == "cancelled"
+        assert [c.kind for c in (await r.control.commands("a", "i1")).commands] == ["beat"]
+        await a.beat()
+        assert not a.draining
+        assert (await r.control.node("a")).drain is None
+        assert await r.control.drain_of("a") == info
+        assert await r.control.cancel_drain("a") == info
+        await step(r)
+        assert await b.told("pull") == []
+
+
+async def test_one_that_is_drained_may_serve_again(place):
+    async with cluster(place, *PLAIN) as (r, a, _):
+        await begin(r)
+        await settle(a)
+        assert (await step(r)).may_stop
+        assert (await r.control.node("a")).drain is S.DRAINED
+        info = await r.control.cancel_drain("a")
+        assert (info.state, info.in_force, info.may_stop) == (S.DRAINED, False, False)
+        await a.beat()
+        assert not a.draining
+
+
+async def test_it_is_no_target_and_goes_on_being_a_source(place):
+    async with cluster(place, *PLAIN) as (r, a, b):
+        await a.report(host(keys(0)))
+        asked = api.TransferRequest(target="a", keys=keys(1))
+        before = await r.control.create_transfer(asked, "once")
+        await begin(r)
+        for path, body in (
+            ("transfers", {"target": "a"}),
+            ("prefetches", {"node": "a"}),
+            ("leases", {"node": "a"}),
+        ):
+            answer = await r.http.post(f"/v1/{path}", json={"keys": keys(0), **body})
+            assert answer.status_code == 409
+            assert "'a' is drained" in answer.json()["detail"]
+        assert await r.control.create_transfer(asked, "once") == before  # accepted before
+        made = await r.control.create_transfer(api.TransferRequest(target="b", keys=keys(0)))
+        (pull,) = [c for c in await b.told("pull") if c.transfer == made.id]
+        assert [source.node for source in pull.sources] == ["a"]
+        await r.control.cancel_drain("a")
+        await r.control.create_transfer(api.TransferRequest(target="a", keys=keys(0)))
+
+
+async def test_asking_again_is_harmless_and_another_purpose_a_conflict(place):
+    async with cluster(place, *PLAIN) as (r, *_):
+        first = await begin(r)
+        assert (await begin(r, deadline=1)).deadline == first.deadline
+        with pytest.raises(PeerRefused, match="cancel that first"):
+            await begin(r, for_="restart")
+        with pytest.raises(Missing):
+            await begin(r, "z")
+        with pytest.raises(Missing):
+            await r.control.drain_of("b")
+        with pytest.raises(Missing):
+            await begin(r, "b", targets=["z"])
+        with pytest.raises(PeerRefused, match="can't take what it is to be rid of"):
+            await begin(r, "b", targets=["a", "b"])
+
+
+async def test_only_to_nodes_that_were_named(place):
+    nodes = (*PLAIN, ("c", {}))
+    async with cluster(place, *nodes) as (r, a, b, c):
+        await a.report(host(keys(0)))
+        await begin(r, targets=["c"])
+        await settle(a)
+        await step(r)
+        assert await b.pull() == []
+        assert await c.pull() == keys(0)
+
+
+async def test_two_that_go_do_not_count_on_each_other(place):
+    nodes = (("a", {"stores": ("nfs",)}), ("b", {"stores": ("nfs",)}), ("c", {}))
+    async with cluster(place, *nodes) as (r, a, b, c):
+        await a.report(host(keys(0)), store("nfs", keys(1)))
+        await b.report(host(keys(0)))
+        assert (await begin(r, "b")).remaining.chunks == 0
+        assert (await begin(r, "a")).remaining.chunks == 2
+        assert (await r.control.drain_of("b")).remaining.chunks == 2
+        await settle(a)
+        await settle(b)
+        await step(r)
+        moved = {*await c.pull(reports=False), *await c.pull(reports=False)}
+        assert moved == set(keys(0, 1))
+        await c.report(host(keys(0, 1)))
+        for node in ("a", "b"):
+            assert (await step(r, node)).state is S.DRAINED
+
+
+async def test_what_was_safe_may_be_so_no_more(place):
+    async with cluster(place, *PLAIN) as (r, a, b):
+        await a.report(host(keys(0)))
+        await b.report(host(keys(0)))
+        await begin(r)
+        await settle(a)
+        assert (await step(r)).may_stop
+        await b.report(host(removed=keys(0)))
+        info = await r.control.drain_of("a")
+        assert (info.state, info.may_stop, info.remaining.chunks) == (S.DRAINED, False, 1)
+        assert "drain again" in info.detail
+
+
+@pytest.mark.parametrize(
+    ("held", "moved", "state"),
+    [((), False, S.DRAINED), ((0,), True, S.DRAINED), ((0, 1), False, S.PARTIAL)],
+)
+async def test_a_node_that_starts_anew_ends_it_with_what_is_true(place, held, moved, state):
+    async with cluster(place, *PLAIN) as (r, a, b):
+        await a.report(host(keys(*held)))
+        await begin(r)
+        await settle(a)
+        if held:
+            await step(r)
+        if moved:
+            await b.pull()
+        if held:
+            await step(r)
+        else:
+            await r.state.drains.advance()
+        anew = await Node(r, "a", incarnation="i2").join()
+        assert not anew.draining
+        info = await step(r)
+        assert (info.state, info.in_force, info.may_stop) == (state, False, False)
+        assert info.remaining.chunks == (len(held) if state is S.PARTIAL else 0)
+        if state is S.PARTIAL:
+            assert "started anew before it was drained" in info.detail
+        assert (await r.control.node("a")).drain is None
+        await r.control.create_transfer(api.TransferRequest(target="a", keys=keys(5)))
+
+
+async def test_a_node_that_leaves_ends_it(place):
+    async with cluster(place, *PLAIN) as (r, a, _):
+        await a.report(host(keys(0)))
+        await begin(r)
+        await settle(a)
+        await step(r)
+        await r.control.deregister("a")
+        info = await step(r)
+        assert (info.state, info.in_force) == (S.PARTIAL, False)
+        assert "the node left" in info.detail
+
+
+async def test_it_outlives_the_server(place):
+    clock = TurnedClock()
+    async with cluster(place, *SHARING, ("c", {}), clock=clock) as (r, a, b, c):
+        await a.report(host(keys(0, 1)))
+        first = await begin(r, targets=["c"])
+        await settle(a)
+        await step(r)
+        await a.store(Outcome.NO_ROOM)
+        clock.advance(1)
+        await step(r)
+        assert len(r.state.drains._active["a"].moves) == 1
+    async with running(place, clock) as r:
+        for node in (a, b, c):
+            node.r = r
+            await node.join()
+        assert a.draining
+        assert (await r.control.node("a")).drain is S.DRAINING
+        await a.beat()
+        await step(r)
+        assert await a.told("store") == []  # though stores are asked first: they are under way
+        assert sorted(await c.pull()) == sorted(keys(0, 1))
+        info = await step(r)
+        assert (info.id, info.state, info.moved) == (first.id, S.DRAINED, {"c": 2})
