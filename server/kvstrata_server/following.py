@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
 import msgspec
+from sqlalchemy.exc import DBAPIError
 
 from kvstrata import api
 from kvstrata.errors import Malformed
@@ -33,7 +34,7 @@ from kvstrata_server.changes import (
 )
 from kvstrata_server.clock import Clock
 from kvstrata_server.cluster import Cluster
-from kvstrata_server.database import Database
+from kvstrata_server.database import Database, may_pass
 from kvstrata_server.index import HOST
 from kvstrata_server.places import PlaceChange
 from kvstrata_server.writer import Writer
@@ -46,6 +47,7 @@ LOG_RETENTION = 120.0
 """Seconds that entries stay in the log."""
 
 _INTERVAL = 0.2
+_WAITS = (0.0, 0.1, 0.3)
 _PAGE = 200
 
 
@@ -105,6 +107,22 @@ class Follower:
         """Apply what is new. Returns whether there may be more."""
         async with self._reading:
             return await self._read()
+
+    async def catch_up(self, node_id: str, incarnation: str) -> None:
+        """Before a node is told that it isn't known: it may have registered at another server a
+        moment ago, which has still to write that."""
+        for wait in _WAITS if self._database.shared else ():
+            node = self._cluster.nodes.get(node_id)
+            if node is not None and node.incarnation == incarnation and not node.gone:
+                return
+            await asyncio.sleep(wait)
+            try:
+                while await self.read():
+                    pass
+            except (DBAPIError, OSError, TimeoutError) as e:
+                if not may_pass(e):
+                    raise
+                return
 
     async def _read(self) -> bool:
         now = asyncio.get_running_loop().time()

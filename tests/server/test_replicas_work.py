@@ -11,7 +11,7 @@ from server_kit import host, join, keys, report, running
 from kvstrata import api
 from kvstrata.api import EvictionState, Outcome, TransferState
 from kvstrata.control import ControlPlane
-from kvstrata.errors import KVStrataError, Missing, PeerRefused
+from kvstrata.errors import Expired, KVStrataError, Missing, PeerRefused
 
 S = TransferState
 
@@ -186,6 +186,20 @@ async def test_a_lease_made_at_one_is_released_at_another_and_stays_so(postgres_
             assert (await third.http.get(at)).json()["state"] == "ended"
             assert (await third.control.get_transfer(made["id"])).state is S.DONE
             assert await commands(third) == [("cancel", made["id"])]
+
+
+async def test_a_node_may_go_to_any_server_the_moment_it_registered_at_one(postgres_address):
+    async with two(postgres_address) as (first, second):
+        for incarnation in ("i1", "i2"):
+            await join(first.control, "b", incarnation)
+            assert await commands(second, incarnation=incarnation) == []
+            await join(first.control, "a", incarnation)
+            reply = await second.control.report(
+                "a", report(0, host(keys(0)), incarnation=incarnation)
+            )
+            assert reply.applied
+        with pytest.raises(Expired):
+            await commands(second, incarnation="i1")
 
 
 async def test_bounds_count_what_others_handed_out(postgres_address):

@@ -57,7 +57,9 @@ class _BulkRoute(Route):
 async def _post_report(request: Request) -> Response:
     await authorize(request)
     report = _decode(await request.body(), _report)
-    return _answer(state_of(request).cluster.report(request.path_params["node_id"], report))
+    state, node_id = state_of(request), request.path_params["node_id"]
+    await state.follower.catch_up(node_id, report.incarnation)
+    return _answer(state.cluster.report(node_id, report))
 
 
 async def _lookup_placements(request: Request) -> Response:

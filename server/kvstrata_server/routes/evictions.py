@@ -69,4 +69,5 @@ async def post_eviction_result(
     node_id: NodeId, eviction_id: EvictionId, result: api.EvictionResult, state: State
 ) -> api.EvictionInfo:
     """A node says what it dropped. Repeating it is harmless."""
+    await state.follower.catch_up(node_id, result.incarnation)
     return await state.evictions.result(node_id, eviction_id, result)
