@@ -20,8 +20,8 @@ from kvstrata_server.clock import Clock
 from kvstrata_server.cluster import Cluster
 from kvstrata_server.compat import Instances
 from kvstrata_server.database import Database
-from kvstrata_server.dump import Dumps
 from kvstrata_server.drains import Drains
+from kvstrata_server.dump import Dumps
 from kvstrata_server.evictions import Evictions
 from kvstrata_server.feed import Feed, WatchedPlaces
 from kvstrata_server.following import LOG_RETENTION, Follower
