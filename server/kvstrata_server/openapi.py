@@ -35,6 +35,7 @@ _TAGS = {
     "transfers": "Moving chunks to where they will be used, from other nodes or from a node's own "
     "disks and stores. A transfer always ends, with an outcome for each key.",
     "leases": "Keeping chunks in a node's host memory for a while.",
+    "quotas": "How much tenants may hold and move, and what they do.",
     "evictions": "Having nodes give chunks up, as after new weights or on a tenant's request.",
     "drains": "Making it safe to stop a node: what only it holds goes elsewhere first.",
     "events": "Changes as they happen, for those who keep an index of their own.",

@@ -31,9 +31,15 @@ def test_it_says_how_to_authenticate_and_where_not_to(document):
 
 def test_every_operation_is_named_described_and_documents_its_problems(document):
     seen = []
+    described = {tag["name"] for tag in document["tags"]}
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            seen.append(operation["operationId"])
+            name = operation["operationId"]
+            seen.append(name)
+            assert operation["description"], name
+            # Not FastAPI's, which is the name once more.
+            assert operation["summary"] != name.replace("_", " ").title(), f"{name}: summary=..."
+            assert {*operation["tags"]} <= described, f"{name}: describe its tag in openapi.py"
             if path in ("/healthz", "/readyz"):
                 continue
             problem = operation["responses"]["401"]["content"]["application/problem+json"]

@@ -28,6 +28,7 @@ Tenant = Annotated[
             "none; one that is really called so, or whose name begins with `~` or `.`, is written "
             "with a `~` before it"
         ),
+        examples=["acme"],
     ),
 ]
 AfterTenant = Annotated[
