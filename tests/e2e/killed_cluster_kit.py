@@ -9,6 +9,7 @@ import hashlib
 import math
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from cluster_kit import TOKEN, Cluster
 
 from kvstrata.api import LookupRequest
 from kvstrata.client import Client
+from kvstrata.control import SyncControlPlane
 from kvstrata.errors import KVStrataError
 from kvstrata.keys import Key
 from kvstrata.testing.chunks import a_namespace
@@ -91,25 +93,44 @@ def seldom(condition: Callable[[], T], seconds: float = 40.0) -> T:
     return found
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 class KilledCluster(Cluster):
     """`outages` has one entry a kill. `promised` are chunks of `t1` that were on its disk."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, database: str = "", servers: int = 1) -> None:
+        """`database`: of a PostgreSQL, for more than one server; by default a file of SQLite."""
         super().__init__(folder)
-        del self.commands["a"], self.commands["b"]
-        self.commands["server"] += ["--transfers-per-node", "16", "--transfers-per-link", "8"]
-        for node in NODES:
+        self.commands.clear()
+        self.database = database or f"sqlite+aiosqlite:///{folder}/index.sqlite"
+        self.urls = {"server": f"http://127.0.0.1:{self.port}"}
+        for n in range(2, servers + 1):
+            self.urls[f"server{n}"] = f"http://127.0.0.1:{_free_port()}"
+        for server, url in self.urls.items():
+            self.commands[server] = [
+                *("server", "--listen", url.removeprefix("http://"), "--database", self.database),
+                *("--transfers-per-node", "16", "--transfers-per-link", "8"),
+            ]
+        for i, node in enumerate(NODES):
             pages = SMALL if node == "t2" else 1024
             disk = f'{{"type": "fs", "root": "{folder}/fs-{node}"}}'
+            urls = list(self.urls.values())
+            first = i % len(urls)
             self.commands[node] = [
                 *("node", "--id", node, "--socket", str(folder / f"{node}.sock")),
                 *("--host.shm-dir", str(folder), "--host.capacity", str(pages * PAGE)),
                 *("--tiers", f"[{disk if node in ('s1', 't1') else ''}]"),
                 *("--peers.listen", "tcp://127.0.0.1:0", "--peers.transports", '["tcp"]'),
-                *("--control.url", f"http://127.0.0.1:{self.port}"),
+                *("--control.url", ",".join([*urls[first:], *urls[:first]])),
                 *("--control.heartbeat-interval", "0.5"),
             ]
-        self.servers = ["server"]
+        self.control.close()
+        self.control = SyncControlPlane(",".join(self.urls.values()), TOKEN)
         self.outages: list[Outage] = []
         self.promised: set[int] = set()
 
@@ -133,7 +154,7 @@ class KilledCluster(Cluster):
     def await_work(self, name: str) -> None:
         if name == "s2":
             self.write(name)
-        if name in self.servers:
+        if name in self.urls:
             seldom(lambda: self.ready(name))
             seldom(lambda: all(self.connected(n) for n in NODES if n in self.children))
         else:
@@ -145,12 +166,9 @@ class KilledCluster(Cluster):
 
     def ready(self, server: str) -> bool:
         try:
-            return httpx.get(f"{self.url_of(server)}/readyz", timeout=2).is_success
+            return httpx.get(f"{self.urls[server]}/readyz", timeout=2).is_success
         except httpx.TransportError:
             return False
-
-    def url_of(self, server: str) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     def connected(self, node: str) -> bool:
         return self.status(node).tasks["control plane"] == "connected"
@@ -191,7 +209,7 @@ class KilledCluster(Cluster):
 
     def stop(self) -> None:
         """As an operator does, nodes first."""
-        for name in sorted(self.children, key=lambda name: name in self.servers):
+        for name in sorted(self.children, key=lambda name: name in self.urls):
             child = self.children.pop(name)
             child.send_signal(signal.SIGTERM)
             assert child.wait(20) == 0, f"{name} ended with {child.returncode}"
@@ -203,7 +221,7 @@ class KilledCluster(Cluster):
     def metric(self, name: str) -> list[float]:
         """Its value, of each server."""
         headers = {"Authorization": f"Bearer {TOKEN}"}
-        texts = [httpx.get(f"{self.url_of(s)}/metrics", headers=headers).text for s in self.servers]
+        texts = [httpx.get(f"{url}/metrics", headers=headers).text for url in self.urls.values()]
         return [float(v) for text in texts for v in re.findall(rf"^{name} (\S+)$", text, re.M)]
 
 

@@ -7,10 +7,8 @@ is printed; KVSTRATA_TEST_SEED repeats a choice of requests and victims, though 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
-import sqlite3
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,6 +18,8 @@ import pytest
 from cluster_kit import TOKEN
 from killed_cluster_kit import ALL, HELD, NODES, PAGE, TARGETS, Engine, KilledCluster, running
 from killer_kit import Killer
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import create_async_engine
 from transfer_clients_kit import Asked, Orchestrators, Plan, planned
 from transfer_truth_kit import faults
 
@@ -30,7 +30,6 @@ from kvstrata.testing.waiting import eventually
 
 TRANSFERS = int(os.environ.get("KVSTRATA_TEST_TRANSFERS", "1000"))
 CLIENTS = 32
-VICTIMS = ["server", "server", "server", "s1", "s2", "t1", "t1", "t2", "t2"]
 # How long after the last transfer's end nodes may still hold what one asked them to hold.
 LONGEST_HOLD = 4.0
 
@@ -91,15 +90,20 @@ async def listed(control: ControlPlane) -> list[str]:
     return ids
 
 
-def in_sql(path: Path) -> dict[str, tuple[str, str, int]]:
-    """Id, state, and number of chunks without an end, by idempotency key."""
-    with contextlib.closing(sqlite3.connect(path)) as database:
-        rows = database.execute(
-            "SELECT idempotency_key, id, state, (SELECT count(*) FROM transfer_chunks"
-            " WHERE transfer_id = id AND outcome = 'pending') FROM transfers"
-        ).fetchall()
-    assert len(rows) == len({name for name, *_ in rows})
-    return {name: (id_, state, pending) for name, id_, state, pending in rows}
+async def in_sql(database: str) -> list[tuple[str, str, str, int]]:
+    """Idempotency key, id, state, and number of chunks without an end."""
+    engine = create_async_engine(database)
+    try:
+        async with engine.connect() as connection:
+            rows = await connection.execute(
+                text(
+                    "SELECT idempotency_key, id, state, (SELECT count(*) FROM transfer_chunks"
+                    " WHERE transfer_id = id AND outcome = 'pending') FROM transfers"
+                )
+            )
+            return [tuple(row) for row in rows]
+    finally:
+        await engine.dispose()
 
 
 def leftovers(cluster: KilledCluster) -> list[str]:
@@ -140,17 +144,15 @@ async def misread(cluster: KilledCluster) -> list[str]:
     return found
 
 
-@pytest.mark.timeout(240)
-async def test_transfers_end_as_documented_and_what_is_said_of_them_is_so(tmp_path: Path) -> None:
+async def check(cluster: KilledCluster, transfers: int, victims: Sequence[str]) -> None:
     seed = int(os.environ.get("KVSTRATA_TEST_SEED", "") or random.randrange(1 << 32))
     print(f"KVSTRATA_TEST_SEED={seed}")
     rng = random.Random(seed)
-    plans = [planned(f"{seed}-{n}", rng) for n in range(TRANSFERS)]
-    cluster = KilledCluster(tmp_path)
+    plans = [planned(f"{seed}-{n}", rng) for n in range(transfers)]
     with running(cluster):
         engines = {node: Engine(cluster, node) for node in TARGETS}
-        clients = Orchestrators([cluster.url_of(s) for s in cluster.servers], engines)
-        asked = await campaign(plans, clients, Killer(cluster, VICTIMS, TRANSFERS, rng))
+        clients = Orchestrators(list(cluster.urls.values()), engines)
+        asked = await campaign(plans, clients, Killer(cluster, victims, transfers, rng))
         told, found = await told_at_last(asked, clients)
         found += faults(asked, told, cluster)
         print(Counter(t.state.value for t in told.values()))
@@ -158,12 +160,13 @@ async def test_transfers_end_as_documented_and_what_is_said_of_them_is_so(tmp_pa
         print("\n".join(found[:40]))
         assert not found, f"{len(found)} faults with KVSTRATA_TEST_SEED={seed}, as {found[0]}"
         await clients.close()
-        async with ControlPlane(cluster.url_of("server"), TOKEN) as control:
-            assert sorted(await listed(control)) == sorted(told)
-        assert in_sql(tmp_path / "index.sqlite") == {
-            each.plan.name: (each.id, told[each.id].state.value, 0) for each in asked
-        }
-        assert cluster.metric("kvstrata_active_transfers") == [0.0]
+        for url in cluster.urls.values():
+            async with ControlPlane(url, TOKEN) as control:
+                assert sorted(await listed(control)) == sorted(told)
+        assert sorted(await in_sql(cluster.database)) == sorted(
+            (each.plan.name, each.id, told[each.id].state.value, 0) for each in asked
+        )
+        eventually(lambda: not any(cluster.metric("kvstrata_active_transfers")), 5)
         eventually(lambda: not leftovers(cluster), LONGEST_HOLD + 10)
         for engine in engines.values():
             engine.close()
@@ -171,3 +174,18 @@ async def test_transfers_end_as_documented_and_what_is_said_of_them_is_so(tmp_pa
         assert await misread(cluster) == []
         cluster.stop()
         assert cluster.regions() == []
+
+
+@pytest.mark.timeout(240)
+async def test_transfers_end_as_documented_and_what_is_said_of_them_is_so(tmp_path: Path) -> None:
+    victims = ["server", "server", "server", "s1", "s2", "t1", "t1", "t2", "t2"]
+    await check(KilledCluster(tmp_path), TRANSFERS, victims)
+
+
+@pytest.mark.timeout(240)
+async def test_so_it_is_with_two_servers_of_one_database(
+    tmp_path: Path, postgres_address: str
+) -> None:
+    cluster = KilledCluster(tmp_path, postgres_address, servers=2)
+    victims = ["server", "server2", "server", "server2", "s1", "t1", "t2"]
+    await check(cluster, TRANSFERS // 5, victims)

@@ -50,8 +50,8 @@ class _Truth:
         others = [n for n in NODES if n != self.request.target]
         self.may_give = {"any": others, "own": []}.get(self.request.source, [self.request.source])
         began, ended = asked.began, info.ended or float("inf")
-        servers, target = cluster.servers, self.request.target
-        self.calm = not cluster.disturbed([*servers, target, *self.may_give], began, ended)
+        others = [*cluster.urls, self.request.target, *self.may_give]
+        self.calm = not cluster.disturbed(others, began, ended)
         self.in_time = self.request.deadline == DEADLINE
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ class _Truth:
                 yield "it was not carried out, though nobody was away"
         else:
             yield "no documented end"
-        servers = [o for o in self.cluster.outages if o.name in self.cluster.servers]
+        servers = [o for o in self.cluster.outages if o.name in self.cluster.urls]
         away = [o.ended for o in servers if o.began - 1 < info.ended and o.ended > info.deadline]
         if info.ended > max([info.deadline, *away]) + _ALLOWANCE:
             yield "it ended too late"
