@@ -394,9 +394,29 @@ def test_a_transfer_is_planned_accepted_and_waited_for(ask: Any) -> None:
     assert (status, json.loads(out)["state"]) == (1, "expired")
 
 
+def test_quotas_are_set_shown_listed_and_deleted(ask: Any) -> None:
+    status, out = ask("quota", "set", "acme", "--max-bytes", "1.5GiB", "--max-transfers", "3")
+    assert status == 0
+    assert "1.5 GiB" in out
+    _, out = ask("quota", "set", "~default", "--max-transfer-bytes", "1000", "--json")
+    assert json.loads(out)["max_transfer_bytes"] == 1000
+    _, out = ask("quota", "show", "acme", "--json")
+    shown = json.loads(out)
+    assert (shown["tenant"], shown["max_bytes"], shown["max_transfers"]) == ("acme", 3 << 29, 3)
+    _, out = ask("quota", "list", "--json")
+    assert {"acme", "~default"} <= {quota["tenant"] for quota in json.loads(out)["quotas"]}
+    _, out = ask("quota", "list")
+    assert "acme" in out
+    assert ask("quota", "delete", "acme")[0] == ask("quota", "delete", "~default")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("argv", "status", "told"),
     [
+        (["quota", "show", "nobody"], 1, "'nobody' has no quota"),
+        (["quota", "set", "acme", "--max-bytes", "much"], 2, "'much' is not a size"),
+        (["quota", "set", "acme", "--max-transfers", "0"], 2, "max_transfers"),
+        (["quota"], 2, "required: ACT"),
         (["lookup", "zz"], 2, "'zz' is not a chunk key"),
         (["lookup"], 2, "required: KEY"),
         (["transfer", KEYS[0].hex()], 2, "required: --to"),

@@ -51,21 +51,24 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "How much tenants may hold and move. A tenant is named as in the documents of its\n"
         "namespaces; `default` is the tenant of those that have none.",
     )
-    acts = parser.add_subparsers(
-        dest="act", required=True, metavar="ACT", parser_class=argparse.ArgumentParser
-    )
-    acts.add_parser("list", help="tenants with their quotas and what they hold")
-    shown = acts.add_parser("show", help="one tenant")
-    made = acts.add_parser("set", help="set all bounds of a tenant; those left out are none")
-    ended = acts.add_parser("delete", help="no bounds for a tenant")
-    for act in (shown, made, ended):
-        act.add_argument("tenant", metavar="TENANT")
+    acts = parser.add_subparsers(dest="act", required=True, metavar="ACT", parser_class=Parser)
+
+    def act(name: str, about: str) -> Parser:
+        return acts.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+
+    listed = act("list", "tenants with their quotas and what they hold")
+    shown = act("show", "one tenant")
+    made = act("set", "set all bounds of a tenant; those left out are none")
+    ended = act("delete", "take a tenant's bounds away")
+    for each in (shown, made, ended):
+        each.add_argument("tenant", metavar="TENANT")
     made.add_argument(
         "--max-bytes", type=_bytes, metavar="SIZE", help="held in the cluster, as in 512GiB"
     )
     made.add_argument("--max-transfers", type=int, metavar="N", help="under way at once")
     made.add_argument("--max-transfer-bytes", type=_bytes, metavar="SIZE", help="under way at once")
-    add_server(parser)
+    for each in (listed, shown, made, ended):
+        add_server(each)
     return parser.parse_args(argv)
 
 
