@@ -21,11 +21,12 @@ import numpy as np
 import xxhash
 import zmq
 
-__all__ = ["dynamo_query_ms", "lmcache_rates"]
+__all__ = ["BLOCK", "TOKENS", "dynamo_query_ms", "lmcache_rates"]
 
 _START = 60.0
-_TOKENS = 8_300
-_BLOCK = 16
+TOKENS = 8_300
+"""Of the request that Dynamo's indexer is asked about, and those of a block."""
+BLOCK = 16
 _LMCACHE_BATCH = 1_000
 
 
@@ -94,11 +95,11 @@ def dynamo_query_ms(python: str, seconds: float) -> float | None:
                 "instance_id": 1,
                 "endpoint": f"tcp://127.0.0.1:{events}",
                 "model_name": "m",
-                "block_size": _BLOCK,
+                "block_size": BLOCK,
                 "dp_rank": 0,
             }
             _ask(connection, "/register", registration)
-            tokens = list(range(_TOKENS // _BLOCK * _BLOCK))
+            tokens = list(range(TOKENS // BLOCK * BLOCK))
             question = {"token_ids": tokens, "model_name": "m"}
             _announce(publisher, connection, tokens, question)
             took, deadline = [], time.perf_counter() + seconds
@@ -120,15 +121,15 @@ def _announce(
 ) -> None:
     """Until the indexer has it: subscribers miss what is sent before they are there."""
     hashes = [
-        xxhash.xxh3_64_intdigest(np.array(tokens[i : i + _BLOCK], "<u4").tobytes(), seed=1337)
-        for i in range(0, len(tokens), _BLOCK)
+        xxhash.xxh3_64_intdigest(np.array(tokens[i : i + BLOCK], "<u4").tobytes(), seed=1337)
+        for i in range(0, len(tokens), BLOCK)
     ]
     stored = {
         "type": "BlockStored",
         "block_hashes": hashes,
         "parent_block_hash": None,
         "token_ids": tokens,
-        "block_size": _BLOCK,
+        "block_size": BLOCK,
         "medium": "GPU",
     }
     for seq in range(100):
