@@ -92,6 +92,24 @@ class Outgoing:
         """The source whose link it is counted at; empty: not known."""
         return self._turns.source(transfer)
 
+    def before(self, transfer: Transfer) -> int:
+        """Bytes that its target is likely to move before it begins: what runs there, what is more
+        urgent, and what of the same urgency is older; unless there is room for all of them."""
+        mine = self._turn(transfer)
+        ahead = left = 0
+        for other in self._mailbox(transfer.target).transfers.values():
+            if other.id != transfer.id:
+                turn = self._turn(other)
+                if turn.id in self._turns:
+                    ahead, left = ahead + 1, left + max(0, turn.cost - other.bytes)
+                elif (-turn.priority, turn.age) < (-mine.priority, mine.age):
+                    ahead, left = ahead + 1, left + turn.cost
+        return left if ahead >= self._turns.per_node else 0
+
+    def nbytes(self, transfer: Transfer) -> int:
+        """Of all its keys, or 0 where sizes are unknown."""
+        return len(transfer.keys) * self._cluster.namespaces.chunk_bytes(transfer.keys[0])
+
     def notify(self, node_id: str, transfer: str, until: float) -> None:
         """Have a target told that a transfer is over, until it answers."""
         mailbox = self._mailbox(node_id)

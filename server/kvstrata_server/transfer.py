@@ -49,6 +49,8 @@ class Transfer:
     waits_for: str = ""
     """The source that it would pull from by its last plan; empty: not planned, or none."""
     planned: float = 0.0
+    started: float | None = None
+    """When this server heard that the target works on it."""
 
     @property
     def holds_until(self) -> float:
@@ -110,7 +112,7 @@ class Transfer:
             counts=dict(Counter(self.outcomes)),
         )
 
-    def info(self) -> api.TransferInfo:
+    def info(self, estimate: float | None = None) -> api.TransferInfo:
         return api.TransferInfo(
             **dict(self.summary()),
             keys=[
@@ -119,6 +121,7 @@ class Transfer:
             ],
             kv_transfer_params=self.hints.get("kv_transfer_params", {}),
             router_hint=self.hints.get("router_hint", {}),
+            estimate=estimate,
         )
 
     def row(self, log_as: str) -> PutTransfer:

@@ -54,6 +54,7 @@ from kvstrata_server.metrics import Metrics
 from kvstrata_server.outgoing import Outgoing
 from kvstrata_server.records import Records
 from kvstrata_server.requesting import transfer_of
+from kvstrata_server.speeds import Speeds
 from kvstrata_server.transfer import Transfer
 from kvstrata_server.transfer_writes import (
     AdvanceTransfer,
@@ -103,6 +104,8 @@ class Scheduler:
         self._retention = retention
         self._log_as = log_as
         self._outgoing = Outgoing(cluster, clock, turns, orders)
+        self._speeds = Speeds()
+        self._at_once = turns.per_node
         self._watchers = Watchers()
         self._unended = Unended(self._outgoing, clock)
         self._records = Records(database, writer, self._unended, alone=not log_as)
@@ -150,7 +153,7 @@ class Scheduler:
             )
             if before is None:
                 if asked.dry_run:
-                    return transfer.info()
+                    return self._shown(transfer)
                 if self._unended.keys + len(transfer.keys) > MAX_ACTIVE_KEYS:
                     raise Busy(f"{self._unended.keys} keys are being transferred: try again later")
                 self._writer.require_room()
@@ -163,7 +166,7 @@ class Scheduler:
         await self._records.flushed()
         if write is not None and self._log_as:
             transfer = await self._kept(transfer, write)
-        return transfer.info()
+        return self._shown(transfer)
 
     async def _kept(self, transfer: Transfer, write: PutTransfer) -> Transfer:
         """This, or what another request with its key made first, here or at another server."""
@@ -176,7 +179,24 @@ class Scheduler:
         return found
 
     async def get(self, transfer_id: str) -> api.TransferInfo:
-        return (await self._find(transfer_id)).info()
+        return self._shown(await self._find(transfer_id))
+
+    def _shown(self, transfer: Transfer) -> api.TransferInfo:
+        """With an estimate, where it has not begun."""
+        if transfer.state is TransferState.PLANNED:
+            nbytes, source = transfer.bytes, next((s for s in transfer.sources if s), "")
+        elif transfer.state is TransferState.QUEUED:
+            nbytes = self._outgoing.nbytes(transfer)
+            live = self._unended.get(transfer.id)
+            source = live.waits_for if live is not None else ""
+        else:
+            return transfer.info()
+        if not nbytes and Outcome.PENDING in transfer.outcomes:
+            return transfer.info()  # of chunks whose sizes nobody knows
+        before = self._outgoing.before(transfer)
+        return transfer.info(
+            self._speeds.estimate(source, transfer.target, nbytes, before, self._at_once)
+        )
 
     async def summary(self, transfer_id: str) -> api.TransferSummary:
         """Counts instead of keys. Raises `Missing`."""
@@ -261,6 +281,10 @@ class Scheduler:
         transfer.bytes = max(transfer.bytes, progress.bytes)
         transfer.detail = progress.detail or transfer.detail
         if progress.final:
+            begun = transfer.offered if transfer.started is None else transfer.started
+            if begun is not None:
+                link = self._outgoing.link(transfer.id)
+                self._speeds.saw(link, node_id, transfer.bytes, self._clock() - begun)
             write = self._end(transfer, None, transfer.detail, changed)
             await self._records.flushed()
             if write.state is None:
@@ -271,6 +295,7 @@ class Scheduler:
 
     def _advance(self, transfer: Transfer, incarnation: str, changed: Sequence[int]) -> None:
         transfer.state = TransferState.RUNNING
+        transfer.started = transfer.started or self._clock()
         if transfer.id in self._unended:
             self._outgoing.taken(transfer)
         write = AdvanceTransfer(

@@ -46,7 +46,8 @@ class Turns:
         per_link: int,
         limits: Callable[[str], tuple[int | None, int | None]] = lambda tenant: (None, None),
     ) -> None:
-        self._per_node = per_node
+        self.per_node = per_node
+        """How many run at one target at once."""
         self._per_link = per_link
         self._limits = limits
         self._turns: dict[str, Turn] = {}
@@ -63,7 +64,7 @@ class Turns:
 
     def has_room(self, target: str) -> bool:
         """Whether another one may start at this node."""
-        return self._at[target] < self._per_node
+        return self._at[target] < self.per_node
 
     def of_tenant(self, tenant: str) -> tuple[int, int]:
         """How many of a tenant's transfers are under way, and of how many bytes together."""

@@ -127,6 +127,10 @@ class TransferInfo(TransferSummary):
     """For llm-d: what to paste into the request that will use the chunks."""
     router_hint: dict[str, Any] = {}
     """For Dynamo: likewise."""
+    estimate: float | None = None
+    """Seconds until it is done, of a dry run or while it is queued: from how fast transfers over
+    that link, or else to that target, lately were, and from what waits before it there. A guess:
+    it knows nothing of what comes meanwhile. Null: nothing is known."""
 
 
 class TransferList(Answer):
