@@ -97,7 +97,7 @@ class Families:
         if not keys:
             return self._batch(np.empty(0, np.uint32), np.empty((0, _WORDS), np.uint64))
         size = len(keys[0])
-        if all(len(key) == size for key in keys):
+        if len(set(map(len, keys))) == 1:
             return self._of_equal(b"".join(keys), size, intern)
         families = np.empty(len(keys), np.uint32)
         padded = bytearray(len(keys) * MAX_HASH_BYTES)
@@ -109,7 +109,7 @@ class Families:
 
     def of_hex(self, texts: Sequence[str], intern: bool = True) -> KeyBatch:
         """Keys as they travel in JSON, checked."""
-        if texts and all(len(text) == len(texts[0]) for text in texts):
+        if len(set(map(len, texts))) == 1:
             return self._of_equal(bytes.fromhex("".join(texts)), len(texts[0]) // 2, intern)
         return self.of_keys([bytes.fromhex(text) for text in texts], intern)
 

@@ -40,6 +40,8 @@ DEFAULT_SEEDS = ("vllm-none-hash", "0", "42")
 
 _XXH3_SEED = 1337
 _MASK = (1 << 64) - 1
+# Tokens of a call that lets no other thread run.
+_PART = 1 << 16
 
 _Digest = Callable[[Any], bytes]
 
@@ -78,8 +80,10 @@ def prefix_hashes(
     Raises `Malformed` if they can't be computed, and says why.
     """
     step = _step(namespace)
-    if tokens and not 0 <= min(tokens) <= max(tokens) < 1 << 32:
-        raise Malformed("token ids are unsigned and have 32 bits")
+    for start in range(0, len(tokens), _PART):
+        part = tokens[start : start + _PART]
+        if not 0 <= min(part) <= max(part) < 1 << 32:
+            raise Malformed("token ids are unsigned and have 32 bits")
     name = namespace.hash_algorithm
     if name == "xxh3":
         return [_packed(h) for h in sequence_hashes(local_hashes(tokens, step, lora, salt))]
@@ -141,9 +145,9 @@ def local_hashes(tokens: Sequence[int], block: int, lora: str = "", salt: str = 
         seed += xxhash.xxh3_64_intdigest(lora.encode(), 0)
     if salt:
         seed += xxhash.xxh3_64_intdigest(salt.encode(), 1)
-    data = struct.pack(f"<{len(tokens)}I", *tokens)
+    form = struct.Struct(f"<{block}I")
     return [
-        xxhash.xxh3_64_intdigest(data[4 * i : 4 * (i + block)], seed & _MASK)
+        xxhash.xxh3_64_intdigest(form.pack(*tokens[i : i + block]), seed & _MASK)
         for i in range(0, len(tokens) - block + 1, block)
     ]
 

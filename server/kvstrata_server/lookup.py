@@ -18,7 +18,7 @@ from kvstrata_server.index import HOST
 from kvstrata_server.metrics import Metrics
 from kvstrata_server.namespaces import Namespaces
 from kvstrata_server.prompts import Prompt, Prompts
-from kvstrata_server.reuse import Chain, Reusable, reusable, rule_of
+from kvstrata_server.reuse import Chain, Reusable, reusable
 from kvstrata_server.table import Slots
 
 __all__ = ["TokenLookup", "look_up", "look_up_prompts"]
@@ -58,13 +58,12 @@ def look_up(
         for node in nodes:
             node.keys = _texts(asked, which[node.node])
         nodes.sort(key=_most_keys)
+        _count(metrics, None, question, nodes)
     else:
         nodes.sort(key=_rank)
-        _count_hot(hot, question, nodes)
+        _count(metrics, hot, question, nodes)
         if asked.return_keys:
             _add_keys([question], nodes)
-    metrics.lookup_keys.inc(len(batch))
-    metrics.lookup_hits.inc(_hits(question, nodes))
     return api.LookupReply(keys=len(batch), nodes=nodes)
 
 
@@ -77,14 +76,12 @@ def look_up_prompts(
     found: list[api.NodePlacement] = []
     for question in questions:
         nodes = _nodes(cluster, question, cluster.index.held(question.batch, reach))
-        _count_hot(hot, question, nodes)
-        metrics.lookup_hits.inc(_hits(question, nodes))
+        _count(metrics, hot, question, nodes)
         found += nodes
     found.sort(key=_rank)
     if asked.return_keys:
         _add_keys(questions, found)
     keys = sum(len(question.batch) for question in questions)
-    metrics.lookup_keys.inc(keys)
     return api.LookupReply(keys=keys, nodes=found, refused=prompts.refused)
 
 
@@ -132,11 +129,11 @@ def _chain(
 def _chain_of(namespaces: Namespaces, places: Mapping[bytes, Slots]) -> Chain | None:
     """By what keys begin with: namespace and group."""
     digests = {prefix[:DIGEST_BYTES] for prefix in places}
-    namespace = namespaces.get(digests.pop()) if len(digests) == 1 else None
-    if namespace is None:
+    rule = namespaces.rule(digests.pop()) if len(digests) == 1 else None
+    if rule is None:
         return None
     by_group = {int.from_bytes(prefix[DIGEST_BYTES:], "big"): at for prefix, at in places.items()}
-    return Chain.of(rule_of(namespace), by_group)
+    return Chain.of(rule, by_group)
 
 
 def _texts(asked: api.LookupRequest | BulkLookup, at: Sequence[int]) -> list[str]:
@@ -160,42 +157,31 @@ def _key_at(asked: BulkLookup, position: int) -> Key:
 
 
 def _nodes(cluster: Cluster, question: _Question, held: Held) -> list[api.NodePlacement]:
-    tallied = tally(held)
     chain = question.chain
-    if chain is None:
-        return [_placement(cluster, question, node, t, None) for node, t in tallied.items()]
-    steps = _plain(tallied, chain) if chain.plain else reusable(chain, held)
-    return [_placement(cluster, question, node, each, steps) for node, each in tallied.items()]
-
-
-def _plain(tallied: Mapping[str, Tallied], chain: Chain) -> Reusable:
-    """Where a step is a chunk, the same as how many there are without a gap."""
-    return Reusable(
-        {node: each.prefix for node, each in tallied.items()},
-        {
-            (node, tier): prefix
-            for node, each in tallied.items()
-            for tier, (_, prefix) in each.tiers.items()
-        },
-    )
+    steps = None if chain is None or chain.plain else reusable(chain, held)
+    return [_placement(cluster, question, node, each, steps) for node, each in tally(held).items()]
 
 
 def _placement(
     cluster: Cluster, question: _Question, name: str, tallied: Tallied, steps: Reusable | None
 ) -> api.NodePlacement:
     node = cluster.nodes[name]
-    chain = question.chain
-    step = 0 if chain is None else chain.rule.step
+    step = None if question.chain is None else question.chain.rule.step
+
+    # Where a step is a chunk, it is as many as there are without a gap.
+    def tokens(steps: int) -> int | None:
+        return None if step is None else steps * step
+
     return api.NodePlacement(
         node=name,
         incarnation=node.incarnation,
         prefix=tallied.prefix,
-        tokens=None if steps is None else steps.nodes[name] * step,
+        tokens=tokens(tallied.prefix if steps is None else steps.nodes[name]),
         tiers={
             tier: api.Tally(
                 found=found,
                 prefix=prefix,
-                tokens=None if steps is None else steps.tiers[name, tier] * step,
+                tokens=tokens(prefix if steps is None else steps.tiers[name, tier]),
             )
             for tier, (found, prefix) in sorted(tallied.tiers.items())
         },
@@ -250,21 +236,24 @@ def _needed(question: _Question, node: api.NodePlacement) -> list[int]:
     return [int(position) for position in question.chain.needed(steps)]
 
 
-def _hits(question: _Question, nodes: Sequence[api.NodePlacement]) -> int:
-    """How many of the keys lie in the best node's prefix."""
-    if question.chain is None or question.chain.plain:
-        return max((node.prefix for node in nodes), default=0)
-    best = max((node.tokens or 0 for node in nodes), default=0)
-    return question.chain.covered(best // question.chain.rule.step)
-
-
-def _count_hot(hot: HotPrefixes, question: _Question, nodes: Sequence[api.NodePlacement]) -> None:
-    best = max(map(_worth, nodes), default=0)
+def _count(
+    metrics: Metrics,
+    hot: HotPrefixes | None,
+    question: _Question,
+    nodes: Sequence[api.NodePlacement],
+) -> None:
+    """What the best node has of what was asked."""
+    metrics.lookup_keys.inc(len(question.batch))
+    worth = [_worth(node) for node in nodes]
+    best = max(worth, default=0)
     if not best:
         return
-    if question.chain is None:
-        last, chunks = best - 1, best
-    else:
-        last, chunks = question.chain.last(best // question.chain.rule.step)
-    [text] = question.texts([last])
-    hot.found(Key(bytes.fromhex(text)), chunks, sum(_worth(node) == best for node in nodes))
+    chain, prefix, last, chunks = question.chain, best, best - 1, best
+    if chain is not None:
+        steps = best // chain.rule.step
+        prefix = chain.covered(steps)
+        last, chunks = chain.last(steps)
+    metrics.lookup_hits.inc(prefix)
+    if hot is not None:
+        [text] = question.texts([last])
+        hot.found(Key(bytes.fromhex(text)), chunks, worth.count(best))

@@ -9,6 +9,7 @@ import msgspec
 from kvstrata import api
 from kvstrata.keys import DIGEST_BYTES, Key, Namespace, split_key
 from kvstrata_server.problems import Forbidden
+from kvstrata_server.reuse import Rule, rule_of
 from kvstrata_server.roles import Identity
 from kvstrata_server.writes import PutNamespace, Write
 
@@ -20,6 +21,7 @@ class Namespaces:
 
     def __init__(self) -> None:
         self._known: dict[bytes, Namespace | None] = {}
+        self._rules: dict[bytes, Rule] = {}
 
     def load(self, digest: bytes, document: bytes | None) -> None:
         self._known[digest] = None if document is None else Namespace.parse(document)
@@ -60,6 +62,15 @@ class Namespaces:
     def get(self, digest: bytes) -> Namespace | None:
         """None: not reported, or its document wasn't."""
         return self._known.get(digest)
+
+    def rule(self, digest: bytes) -> Rule | None:
+        """What prefixes of this namespace need to be of use; None: its document isn't known."""
+        rule = self._rules.get(digest)
+        if rule is None:
+            namespace = self._known.get(digest)
+            if namespace is not None:
+                rule = self._rules[digest] = rule_of(namespace)
+        return rule
 
     def visible(self, who: Identity) -> list[Namespace]:
         """Those whose documents are known, and that `who` may know of."""

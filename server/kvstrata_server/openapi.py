@@ -14,7 +14,7 @@ from kvstrata.api import Problem
 from kvstrata.bulk import MEDIA_TYPE
 from kvstrata_server.auth import OPEN_PATHS
 from kvstrata_server.examples import show_examples
-from kvstrata_server.examples.packed import BODIES, packed_example
+from kvstrata_server.examples.packed import BODIES, OTHER_BODIES, packed_example
 
 __all__ = ["document", "text"]
 
@@ -26,8 +26,8 @@ seconds since the epoch, durations are seconds. Every error is a problem documen
 Reports and lookups of many keys may be sent as `application/msgpack`: maps with the same fields,
 but that a list of keys is a list of runs, in order: `{namespace, group, size, hashes}`, each for
 keys that share namespace (16 bytes), group (a number) and length of hash (`size`), with their
-hashes in one piece. What has the format `binary` is of msgpack's type bin. The answer is the same
-JSON.
+hashes in one piece; token ids are in one piece, too. What has the format `binary` is of msgpack's
+type bin. The answer is the same JSON.
 """
 _TAGS = {
     "nodes": "What nodes say of themselves and are told. People read here how their nodes fare.",
@@ -80,13 +80,14 @@ def document(app: FastAPI) -> dict[str, Any]:
 def _add_msgpack(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
     """The second content type of a body, which FastAPI knows nothing of."""
     name = operation["operationId"]
-    [schema], found = msgspec.json.schema_components(
-        [type(BODIES[name])], ref_template="#/components/schemas/{name}"
+    kinds = [type(BODIES[name]), *OTHER_BODIES.get(name, ())]
+    schemas_of, found = msgspec.json.schema_components(
+        kinds, ref_template="#/components/schemas/{name}"
     )
     _say_binary(found)
     schemas |= found
     operation["requestBody"]["content"][MEDIA_TYPE] = {
-        "schema": schema,
+        "schema": schemas_of[0] if len(kinds) == 1 else {"anyOf": list(schemas_of)},
         "examples": {
             "hexadecimal": {"summary": "The body's bytes", "value": packed_example(name)},
         },

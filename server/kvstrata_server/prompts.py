@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata import api
-from kvstrata.bulk import BulkModelTokens, BulkNamespaceTokens
+from kvstrata.bulk import TOKEN_BYTES, BulkModelTokens, BulkNamespaceTokens, check_tokens
 from kvstrata.errors import Malformed, Missing
 from kvstrata.keys import Key, Namespace
 from kvstrata_server.batches import Families, KeyBatch
@@ -27,6 +27,9 @@ from kvstrata_server.table import Slots
 __all__ = ["Prompt", "Prompts", "hashed", "namespaces_of_model", "prompts_of"]
 
 Tokens = api.NamespaceTokens | api.ModelTokens | BulkNamespaceTokens | BulkModelTokens
+
+TokenIds = Sequence[int] | bytes
+"""Numbers, or as `kvstrata.bulk` has them."""
 
 # Up to here hashing takes no longer than a change of threads is worth.
 _FEW_TOKENS = 16_384
@@ -145,20 +148,35 @@ def namespaces_of_model(
 
 async def hashed(
     chosen: Sequence[Namespace],
-    tokens: Sequence[int],
+    tokens: TokenIds,
     seeds: Sequence[str],
     lora: str = "",
     salt: str = "",
 ) -> Prompts:
     """Raises `Malformed` if hashes can be computed for none of these namespaces."""
-    if len(tokens) > _FEW_TOKENS:
+    count = len(tokens)
+    if isinstance(tokens, bytes):
+        check_tokens(tokens)
+        count //= TOKEN_BYTES
+    if count > _FEW_TOKENS:
         return await asyncio.to_thread(_hashed, chosen, tokens, seeds, lora, salt)
     return _hashed(chosen, tokens, seeds, lora, salt)
 
 
+def _numbers(raw: bytes) -> list[int]:
+    """In parts, between which other threads may run."""
+    packed = np.frombuffer(raw, f"<u{TOKEN_BYTES}")
+    tokens: list[int] = []
+    for start in range(0, len(packed), _FEW_TOKENS):
+        tokens += packed[start : start + _FEW_TOKENS].tolist()
+    return tokens
+
+
 def _hashed(
-    chosen: Sequence[Namespace], tokens: Sequence[int], seeds: Sequence[str], lora: str, salt: str
+    chosen: Sequence[Namespace], tokens: TokenIds, seeds: Sequence[str], lora: str, salt: str
 ) -> Prompts:
+    if isinstance(tokens, bytes):
+        tokens = _numbers(tokens)
     known: dict[tuple[str, str, int | None], list[bytes]] = {}
     prompts: list[Prompt] = []
     refused: dict[str, Malformed] = {}

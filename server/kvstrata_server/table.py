@@ -138,9 +138,9 @@ class ChunkTable:
             slots = entries[at].astype(np.int64) - 1
             there = np.flatnonzero(slots >= 0)  # the others met an empty entry
             left, at, slots = left[there], at[there], slots[there]
-            same = (self._families[slots] == batch.families[left]) & (
-                self._words[slots] == batch.words[left]
-            ).all(axis=1)
+            same = (self._families.take(slots) == batch.families.take(left)) & _equal(
+                self._words.take(slots, axis=0), batch.words.take(left, axis=0)
+            )
             found[left[same]] = slots[same]
             on = np.flatnonzero(~same)
             left, at = left[on], (at[on] + 1) & int(mask)
@@ -227,6 +227,13 @@ def distinct(slots: Slots) -> Slots:
     first = np.ones(len(ordered), bool)
     np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
     return ordered[first]
+
+
+def _equal(one: Words, other: Words) -> npt.NDArray[np.bool_]:
+    """Which rows are. Four truth values at a time: `all(axis=1)` takes seven times as long, and
+    `take`, above, a tenth of the time of an index."""
+    equal: npt.NDArray[np.bool_] = (one == other).view(np.uint32)[:, 0] == 0x01010101
+    return equal
 
 
 def _some(batch: KeyBatch, which: Slots) -> KeyBatch:

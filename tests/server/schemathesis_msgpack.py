@@ -18,12 +18,16 @@ def _packable(value: Any) -> Any:
 
 
 def _with_lengths(part: dict[str, Any]) -> dict[str, Any]:
-    """Of a run of keys, whose namespace has 16 bytes, and whose hashes have `size` each."""
+    """Of a run of keys, whose namespace has 16 bytes, and whose hashes have `size` each; and of
+    token ids, which have four."""
     size, hashes, namespace = (part.get(name) for name in ("size", "hashes", "namespace"))
     if isinstance(namespace, bytes):
         part["namespace"] = namespace[:16].ljust(16, b"\0")
     if isinstance(hashes, bytes) and isinstance(size, int) and size > 0:
         part["hashes"] = hashes[: len(hashes) // size * size]
+    tokens = part.get("token_ids")
+    if isinstance(tokens, bytes):
+        part["token_ids"] = tokens[: len(tokens) // 4 * 4] or b"\1\0\0\0"
     return part
 
 

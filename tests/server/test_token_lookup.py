@@ -19,6 +19,7 @@ from kvstrata.bulk import (
     BulkModelTokens,
     BulkNamespaceLookup,
     BulkNamespaceTokens,
+    packed_tokens,
     runs_of,
 )
 from kvstrata.errors import Malformed, Missing
@@ -262,23 +263,23 @@ async def test_as_msgpack(tmp_path: Path) -> None:
         asked.return_keys = True
         wanted = await r.control.lookup(asked)
         assert wanted.nodes[0].tokens == 16
-        of_namespace = BulkNamespaceTokens(NAMESPACE.digest.hex(), TOKENS)
+        of_namespace = BulkNamespaceTokens(NAMESPACE.digest.hex(), packed_tokens(TOKENS))
         assert await packed(r, BulkNamespaceLookup(of_namespace, return_keys=True)) == wanted
-        model = BulkModelTokens("m", TOKENS)
+        model = BulkModelTokens("m", packed_tokens(TOKENS))
         assert await packed(r, BulkModelLookup(model, return_keys=True)) == wanted
         assert (await packed(r, BulkModelLookup(model, nodes=["b"]))).nodes == []
         # Longer ones than JSON may have, and some that are too long.
         many = [*TOKENS, *([7] * api.MAX_TOKENS)]
-        reply = await packed(r, BulkModelLookup(BulkModelTokens("m", many)))
+        reply = await packed(r, BulkModelLookup(BulkModelTokens("m", packed_tokens(many))))
         assert (reply.keys, reply.nodes[0].tokens) == (len(many) // 8, 16)
         for wrong, why in (
-            ({"tokens": {"token_ids": [1]}}, "namespace"),
-            ({"tokens": {"model": "m", "token_ids": [-1]}}, ">= 0"),
-            ({"tokens": {"model": "m", "token_ids": [True]}}, "int"),
-            ({"tokens": {"model": "m", "token_ids": []}}, "length >= 1"),
-            ({"tokens": {"model": "m", "token_ids": [1] * ((1 << 20) + 1)}}, "<= 1048576"),
-            ({"tokens": {"model": "m", "token_ids": [1]}, "mode": "all"}, "mode"),
-            ({"tokens": {"model": "m", "token_ids": [1]}, "keys": []}, "keys"),
+            ({"tokens": {"token_ids": b"1234"}}, "namespace"),
+            ({"tokens": {"model": "m", "token_ids": [1]}}, "Expected `bytes`"),
+            ({"tokens": {"model": "m", "token_ids": b"12345"}}, "5 bytes"),
+            ({"tokens": {"model": "m", "token_ids": b""}}, "0 token ids"),
+            ({"tokens": {"model": "m", "token_ids": bytes((4 << 20) + 4)}}, "not 1 to 1048576"),
+            ({"tokens": {"model": "m", "token_ids": b"1234"}, "mode": "all"}, "mode"),
+            ({"tokens": {"model": "m", "token_ids": b"1234"}, "keys": []}, "keys"),
             ({"tokens": [1]}, "object"),
             ({}, "keys"),
             ([], "object"),
@@ -328,9 +329,10 @@ async def test_a_token_asks_about_its_tenants_only(tmp_path: Path) -> None:
                 {"namespace": NAMESPACE.digest.hex(), "token_ids": TOKENS},
             ]
             for tokens_, status in zip(asked, statuses, strict=True):
+                in_one = {**tokens_, "token_ids": packed_tokens(TOKENS)}
                 for headers, content in (
                     ("application/json", msgspec.json.encode({"tokens": tokens_})),
-                    (MEDIA_TYPE, msgspec.msgpack.encode({"tokens": tokens_})),
+                    (MEDIA_TYPE, msgspec.msgpack.encode({"tokens": in_one})),
                 ):
                     answer = await r.http.post(
                         "/v1/placements:lookup",

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from kvstrata.api import from_hex
-from kvstrata.bulk import BulkChange, BulkLookup, BulkReport, runs_of
+from kvstrata.bulk import (
+    BulkChange,
+    BulkLookup,
+    BulkModelLookup,
+    BulkNamespaceLookup,
+    BulkReport,
+    runs_of,
+)
 from kvstrata_server.examples.world import INCARNATION, KEYS, NAMESPACE, STORE
 
 __all__ = ["BODIES", "packed_example"]
@@ -25,6 +34,11 @@ BODIES: dict[str, msgspec.Struct] = {
     "lookup_placements": BulkLookup(_RUNS),
 }
 """By operation; no others take msgpack."""
+
+OTHER_BODIES: dict[str, Sequence[type[msgspec.Struct]]] = {
+    "lookup_placements": (BulkNamespaceLookup, BulkModelLookup),
+}
+"""What else those operations take."""
 
 
 def packed_example(operation: str) -> str:
