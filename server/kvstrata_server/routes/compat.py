@@ -11,7 +11,15 @@ from typing import Annotated, Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    RootModel,
+    model_validator,
+)
 from pydantic.json_schema import SkipJsonSchema
 
 from kvstrata.api.base import NO_NUL
@@ -155,8 +163,16 @@ class PrefixAnswer(BaseModel):
     instances: dict[str, InstanceOverlap]
 
 
-MooncakeAnswer = dict[str, dict[str, MooncakeOverlap]]
-"""Tenant -> instance -> what it has."""
+class MooncakeTenant(RootModel[dict[str, MooncakeOverlap]]):
+    """Instance -> what it has."""
+
+
+class MooncakeAnswer(RootModel[dict[str, MooncakeTenant]]):
+    """Tenant -> its instances."""
+
+
+class Dump(RootModel[dict[str, Any]]):
+    """`model:tenant` -> block size and router events, in Dynamo's form."""
 
 
 class Listener(BaseModel):
@@ -292,10 +308,10 @@ async def list_workers(
     responses=responses(503),
     openapi_extra=example("dump"),
 )
-async def dump(state: State) -> dict[str, Any]:
+async def dump(state: State) -> Dump:
     """What the registered instances hold, as Dynamo's router events: for an indexer that starts
     with us as its peer. Asked of the nodes, which alone know the tokens."""
-    return await state.dumps.take()
+    return Dump(await state.dumps.take())
 
 
 def _namespaces(state: ControlState, who: Identity, asked: _Query) -> list[Namespace]:
@@ -332,7 +348,7 @@ def _answer(
             )
             for name, (overlap, ranks) in found.items()
         }
-        return {asked.tenant_id: shown}
+        return MooncakeAnswer({asked.tenant_id: MooncakeTenant(shown)})
     return PrefixAnswer(
         scores={},
         frequencies=[],
