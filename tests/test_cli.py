@@ -394,6 +394,31 @@ def test_a_transfer_is_planned_accepted_and_waited_for(ask: Any) -> None:
     assert (status, json.loads(out)["state"]) == (1, "expired")
 
 
+def test_a_drain_is_accepted_waited_for_and_cancelled(ask: Any) -> None:
+    # Nobody beats as n1, so only the deadline can end it.
+    status, out = ask("drain", "n1", "--to", "n2", "--deadline", "1s")
+    assert status == 0
+    assert "n1, for its removal: draining" in out
+    assert "only here" in out
+    assert "3" in out
+    assert "don't stop it yet" in out
+    _, listed = ask("status")
+    assert "draining" in listed
+    status, out = ask("drain", "n1", "--to", "n2", "--wait", "--json")
+    info = json.loads(out)
+    assert (status, info["state"], info["for"], info["may_stop"]) == (
+        *(1, "partial", "removal"),
+        False,
+    )
+    assert info["remaining"]["chunks"] == 3
+    status, out = ask("drain", "n1", "--status")
+    assert status == 1
+    assert "it has not said that it takes no new chunks" in out
+    status, out = ask("drain", "n1", "--cancel")
+    assert status == 0
+    assert "n1 is not drained" in out
+
+
 def test_quotas_are_set_shown_listed_and_deleted(ask: Any) -> None:
     status, out = ask("quota", "set", "acme", "--max-bytes", "1.5GiB", "--max-transfers", "3")
     assert status == 0
@@ -413,6 +438,11 @@ def test_quotas_are_set_shown_listed_and_deleted(ask: Any) -> None:
 @pytest.mark.parametrize(
     ("argv", "status", "told"),
     [
+        (["drain", "n1", "--wait", "--cancel"], 2, "not allowed with"),
+        (["drain", "n1", "--for", "fun"], 2, "invalid choice"),
+        (["drain", "n2", "--status"], 1, "was not drained"),
+        (["drain", "no-such-node"], 1, "no-such-node"),
+        (["drain", "n1", "--deadline", "9d"], 2, "deadline: "),
         (["quota", "show", "nobody"], 1, "'nobody' has no quota"),
         (["quota", "set", "acme", "--max-bytes", "much"], 2, "'much' is not a size"),
         (["quota", "set", "acme", "--max-transfers", "0"], 2, "max_transfers"),

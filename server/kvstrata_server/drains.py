@@ -61,7 +61,7 @@ _REDELIVERY = 5.0
 _LATE = 5.0
 # For how long nothing comes of anything before it is given up: by then each node that is up has
 # said what is free at it.
-_PATIENCE = 10.0
+_PATIENCE = 5.0
 
 
 class _Forget:

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -114,15 +114,17 @@ def stored(client: Client, chunks: int) -> bool:
 
 
 @contextmanager
-def started(path: Path) -> Iterator[Cluster]:
-    """Everything is up, and ended at the end."""
+def started(
+    path: Path, change: Callable[[Cluster], None] = lambda cluster: None
+) -> Iterator[Cluster]:
+    """Everything is up, and ended at the end. `change` is made to the commands before."""
     cluster = Cluster(path)
+    change(cluster)
     with ExitStack() as stack:
         stack.callback(cluster.control.close)
         stack.callback(lambda: [cluster.kill(name) for name in list(cluster.children)])
         for name in cluster.commands:
             cluster.start(name)
-        eventually(
-            lambda: cluster.node_is("a", NodeState.UP) and cluster.node_is("b", NodeState.UP)
-        )
+        nodes = [name for name in cluster.commands if name != "server"]
+        eventually(lambda: all(cluster.node_is(node, NodeState.UP) for node in nodes))
         yield cluster

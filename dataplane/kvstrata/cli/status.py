@@ -88,6 +88,11 @@ def _counts(counters: dict[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counters.items() if count) or "-"
 
 
+def _state(node: api.NodeInfo) -> str:
+    trouble = "" if node.healthy else node.detail or "unhealthy"
+    return ", ".join(filter(None, (node.state, node.drain, trouble)))
+
+
 def _cluster(options: argparse.Namespace) -> int:
     nodes: list[api.NodeInfo] = []
     with connect(options) as control:
@@ -115,7 +120,7 @@ def _cluster(options: argparse.Namespace) -> int:
     for node in nodes:
         rows.add_row(
             node.id,
-            f"{node.state}" if node.healthy else f"{node.state}, {node.detail or 'unhealthy'}",
+            _state(node),
             size(node.host.used_bytes),
             size(node.host.capacity_bytes),
             str(node.host.chunks),
