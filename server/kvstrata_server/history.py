@@ -18,6 +18,7 @@ __all__ = ["by_id", "by_idempotency_key", "page", "summary", "unended", "untold"
 
 # Longest that a request may ask a target to hold what it brought.
 _MOST_HOLD = 3600.0
+_IDS = 500  # in one statement
 _UNENDED = [state.value for state in TransferState if not state.ended]
 
 
@@ -106,15 +107,17 @@ async def _summaries(database: Database, rows: Sequence[Any]) -> list[api.Transf
 async def _whole(database: Database, condition: Any) -> list[Transfer]:
     rows = await database.rows(select(TransferRow.__table__).where(condition))
     found = {row.id: _transfer(row) for row in rows}
-    chunks = (
-        select(TransferChunkRow.__table__)
-        .where(TransferChunkRow.transfer_id.in_(select(TransferRow.id).where(condition)))
-        .order_by(TransferChunkRow.transfer_id, TransferChunkRow.position)
-    )
-    async for part in database.stream(chunks):
-        for chunk in part:
-            transfer = found.get(chunk.transfer_id)
-            if transfer is not None:
+    ids = list(found)
+    for start in range(0, len(ids), _IDS):
+        # By id: the condition may be true no more, when another server ended one meanwhile.
+        chunks = (
+            select(TransferChunkRow.__table__)
+            .where(TransferChunkRow.transfer_id.in_(ids[start : start + _IDS]))
+            .order_by(TransferChunkRow.transfer_id, TransferChunkRow.position)
+        )
+        async for part in database.stream(chunks):
+            for chunk in part:
+                transfer = found[chunk.transfer_id]
                 transfer.keys.append(Key(chunk.key))
                 transfer.outcomes.append(Outcome(chunk.outcome))
                 transfer.sources.append(chunk.source)
