@@ -11,8 +11,8 @@ store that nodes share is asked of one of them. Looked at after each count:
                                                 leased, or the nodes can't
     more                                        an eviction, until it is at `_AIM` of the quota
 
-Of servers that share a database each asks the nodes that talk to it, by shares that all of them
-work out alike. What is asked for is kept as an eviction, and goes on after a restart.
+Of servers that share a database each asks the nodes that spoke to it last, by shares that all of
+them work out alike. What is asked for is kept as an eviction, and goes on after a restart.
 """
 
 from __future__ import annotations
@@ -155,8 +155,12 @@ class Shedding:
         return min(sharing, key=lambda node: (not node.healthy, node.id), default=None)
 
     def _is_ours(self, node_id: str) -> bool:
+        """Whether it spoke to this server last. Not `home`: after a restart that is nobody's until
+        the node has something to report."""
         node = self._cluster.nodes.get(node_id)
-        return node is not None and (node.home or not self._shared)
+        if node is None or not self._shared:
+            return node is not None
+        return node.heard_here >= (node.last_seen or 0.0) > 0.0
 
 
 def split(excess: int, shares: Mapping[Medium, Share]) -> dict[Medium, int]:

@@ -212,6 +212,27 @@ async def test_each_server_asks_the_nodes_that_talk_to_it(postgres_address):
             assert len(server.state.evictions.sheds_of("acme")) == 2
 
 
+async def test_after_a_restart_too_where_nodes_have_nothing_to_report(postgres_address):
+    async with running(postgres_address) as r:
+        for node in ("a", "b"):
+            await join(r.control, node)
+            await put(r, node, 0, host=10)
+    async with two(postgres_address) as (first, second):
+        for node, server in (("a", first), ("b", second), ("b", first), ("b", second)):
+            first.clock.advance(1)
+            beat = api.HeartbeatRequest(incarnation="i1", host=USE, next_seq=1)
+            await server.control.heartbeat(node, beat)
+            await heard(first, second)
+        await limit(first, 10)
+        await second.state.quotas.load()
+        for server in (first, second):
+            await server.state.usage.refresh()
+            await server.state.shedding.look()
+        await heard(first, second)
+        for node, server in (("a", first), ("b", second)):
+            assert [c.kind for c in await told(server, node)] == ["shed"]
+
+
 @pytest.mark.parametrize("chunks", [0, 3])
 async def test_a_tenant_may_be_allowed_little_or_nothing(tmp_path, chunks):
     async with running(tmp_path) as r:

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from server_kit import NAMESPACE, TTL, TurnedClock
 
 from kvstrata import api
+from kvstrata.bulk import KeyRun
 from kvstrata.keys import Field, Group
 from kvstrata_server.cluster import Cluster
 from kvstrata_server.index import PlacementIndex
@@ -207,16 +208,14 @@ def test_parts_have_each_chunk_once(locations):
 async def test_others_have_their_turns_while_it_counts():
     world = World()
     world.join("a")
-    hashes = np.random.default_rng(1).integers(0, 1 << 63, 600_000).astype(">u8").tobytes()
-    family = ACME.key(0, bytes(8))[:20]
+    hashes = np.arange(1_000_000, dtype=">u8").tobytes()
     world.cluster.namespaces.learn([ACME])
-    location = world.cluster.places.location("a", None)
-    keys = [family + hashes[i : i + 8] for i in range(0, len(hashes), 8)]
-    world.cluster.index.add(location, keys)
+    location, index = world.cluster.places.location("a", None), world.cluster.index
+    index.add(location, index.families.of_runs([KeyRun(ACME.digest, 0, 8, hashes)]))
     turns = []
     task = asyncio.create_task(world.usage.refresh())
     while not task.done():
         turns.append(time.perf_counter())
         await asyncio.sleep(0)
     assert len(turns) >= 3
-    assert world.usage.of("acme").chunks == len(set(keys))
+    assert world.usage.of("acme").chunks == 1_000_000
