@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvstrata import api
 from kvstrata_server.clock import Clock
@@ -25,6 +26,8 @@ _REDELIVERY = 5.0
 # plan counts for this many at least.
 _MOST_PLANNED = api.MAX_KEYS
 _LEAST_PLANNED = 2048
+# How many of those that wait at a target are looked at to tell when another one begins.
+_MOST_COUNTED = 1000
 # Who waits for a busy link is planned again after this: another source may be better by then.
 _REPLANNING = 5.0
 
@@ -67,6 +70,7 @@ class Outgoing:
         """It waits for its target; one that runs has its place there, and is offered again."""
         mailbox = self._mailbox(transfer.target)
         mailbox.transfers[transfer.id] = transfer
+        transfer.cost = self._turn(transfer).cost
         if transfer.source not in (ANY, OWN):
             transfer.waits_for = transfer.source
         if transfer.state is api.TransferState.RUNNING:
@@ -94,16 +98,18 @@ class Outgoing:
 
     def before(self, transfer: Transfer) -> int:
         """Bytes that its target is likely to move before it begins: what runs there, what is more
-        urgent, and what of the same urgency is older; unless there is room for all of them."""
-        mine = self._turn(transfer)
+        urgent, and what of the same urgency is older; unless there is room for all of them. Of
+        many that wait some stand for all."""
+        others = self._mailbox(transfer.target).transfers
+        mine = (-transfer.priority, transfer.created, transfer.id)
         ahead = left = 0
-        for other in self._mailbox(transfer.target).transfers.values():
-            if other.id != transfer.id:
-                turn = self._turn(other)
-                if turn.id in self._turns:
-                    ahead, left = ahead + 1, left + max(0, turn.cost - other.bytes)
-                elif (-turn.priority, turn.age) < (-mine.priority, mine.age):
-                    ahead, left = ahead + 1, left + turn.cost
+        for other in islice(others.values(), _MOST_COUNTED):
+            if other.id in self._turns:
+                ahead, left = ahead + 1, left + max(0, other.cost - other.bytes)
+            elif (-other.priority, other.created, other.id) < mine:
+                ahead, left = ahead + 1, left + other.cost
+        if len(others) > _MOST_COUNTED:
+            left = left * len(others) // _MOST_COUNTED
         return left if ahead >= self._turns.per_node else 0
 
     def nbytes(self, transfer: Transfer) -> int:

@@ -43,6 +43,10 @@ class Speeds:
         while len(self._moved) > self._most:
             self._moved.popitem(last=False)
 
+    def knows(self, target: str) -> bool:
+        """Whether there is an estimate for it."""
+        return (None, target) in self._moved
+
     def estimate(
         self, source: str, target: str, nbytes: int, before: int, at_once: int
     ) -> float | None:

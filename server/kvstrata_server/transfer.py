@@ -49,6 +49,8 @@ class Transfer:
     waits_for: str = ""
     """The source that it would pull from by its last plan; empty: not planned, or none."""
     planned: float = 0.0
+    cost: int = 0
+    """About its bytes, once it waits for its target."""
     started: float | None = None
     """When this server heard that the target works on it."""
 

@@ -191,8 +191,9 @@ class Scheduler:
             source = live.waits_for if live is not None else ""
         else:
             return transfer.info()
-        if not nbytes and Outcome.PENDING in transfer.outcomes:
-            return transfer.info()  # of chunks whose sizes nobody knows
+        unsized = not nbytes and Outcome.PENDING in transfer.outcomes
+        if unsized or not self._speeds.knows(transfer.target):
+            return transfer.info()
         before = self._outgoing.before(transfer)
         return transfer.info(
             self._speeds.estimate(source, transfer.target, nbytes, before, self._at_once)
