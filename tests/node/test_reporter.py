@@ -289,6 +289,24 @@ async def test_a_transfer_is_executed_and_its_outcome_posted(tmp_path):
         assert pull.byte_budget == 4096
 
 
+async def test_a_node_that_is_drained_stores_what_is_only_there_and_settles(tmp_path):
+    node, other = SaidNode(stores=("nfs",)), SaidNode("b", stores=("nfs",))
+    node.gain("host", 1, 2, 3)
+    node.gain("nfs", 3)
+    async with app_on(tmp_path) as app, reporting(node, Link(app)), reporting(other, Link(app)):
+        drains = app.state.control.drains
+        await until(lambda: knows(app, node) and knows(app, other))
+        await drains.create("a", api.DrainRequest())
+        await until(lambda: node.draining)
+        found = app.state.control.cluster.nodes["a"]
+        await until(lambda: found.drain is api.DrainState.DRAINED)
+        info = await drains.get("a")
+        assert (info.may_stop, info.stored) == (True, {"nfs": 2})
+        assert {each for asked in node.written for each in asked.keys} == {key(1), key(2)}
+        await drains.cancel("a")
+        await until(lambda: not node.draining)
+
+
 async def test_cancelling_reaches_the_pull(tmp_path):
     async with pair(tmp_path) as (target, client, _):
         target.pulling = lambda pull: asyncio.get_running_loop().create_future()

@@ -575,3 +575,62 @@ async def test_it_outlives_the_server(place):
         assert sorted(await c.pull()) == sorted(keys(0, 1))
         info = await step(r)
         assert (info.id, info.state, info.moved) == (first.id, S.DRAINED, {"c": 2})
+
+
+async def test_servers_of_one_database_share_them(postgres_address):
+    """The one that the node talks to does the work, any of them tells and cancels."""
+    clock = TurnedClock()
+
+    async def follow():
+        for server in (first, second):
+            server.state.follower.tell()
+            await server.state.writer.flushed(10)
+        for server in (first, second):
+            while await server.state.follower.read():
+                pass
+
+    async with (
+        running(postgres_address, clock) as first,
+        running(postgres_address, clock) as second,
+    ):
+        a, b = await Node(first, "a").join(), await Node(second, "b").join()
+        await a.report(host(keys(0, 1)))
+        await follow()
+        made = await begin(second)  # to which it doesn't talk
+        clock.advance(1)
+        await first.state.drains.advance()
+        assert (await first.control.node("a")).drain is S.DRAINING
+        await settle(a)
+        assert a.draining
+        await second.state.drains.advance()
+        assert await b.told("pull") == []  # not its business
+        await first.state.drains.advance()
+        await follow()
+        assert sorted(await b.pull()) == sorted(keys(0, 1))
+        await follow()
+        # The first dies; the node comes to the second, which goes on.
+        a.r = second
+        clock.advance(2)
+        await a.beat()
+        await a.report()
+        info = await step(second)
+        assert (info.id, info.state, info.may_stop) == (made.id, S.DRAINED, True)
+        clock.advance(1)
+        assert (await step(first)).may_stop
+        assert (await first.control.cancel_drain("a")).in_force is False
+        clock.advance(1)
+        assert (await step(second)).in_force is False
+        await a.beat()
+        assert not a.draining
+
+
+async def test_one_whose_server_died_is_ended_by_another(postgres_address):
+    clock = TurnedClock()
+    async with running(postgres_address, clock) as first:
+        await Node(first, "a").join()
+        await begin(first, deadline=10)
+    async with running(postgres_address, clock) as second:
+        clock.advance(10)
+        assert (await step(second)).state is S.DRAINING
+        clock.advance(5)
+        assert (await step(second)).state is S.PARTIAL
