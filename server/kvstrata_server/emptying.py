@@ -216,7 +216,10 @@ class Emptying:
         for free, target in self._targets(drain, remaining):
             if len(drain.moves) >= _MOST_MOVES or not left:
                 return
-            part, size = self._part(left, min(free, _PART_BYTES))
+            # Of one tenant, since that is whose turn it takes.
+            tenant = self._cluster.namespaces.tenant(left[0])
+            same = [key for key in left if self._cluster.namespaces.tenant(key) == tenant]
+            part, size = self._part(same, min(free, _PART_BYTES))
             if not part:
                 return  # the others have less
             try:
@@ -238,7 +241,8 @@ class Emptying:
                 self._full[target.id] = now + _HEARD
                 continue
             drain.moves[made.id] = Move(target.id, part, size)
-            left = left[len(part) :]
+            gone = set(part)
+            left = [key for key in left if key not in gone]
 
     def _allowed(self, drain: Drain, remaining: Remaining) -> list[Node]:
         return [n for n in remaining.others if drain.targets is None or n.id in drain.targets]

@@ -147,7 +147,7 @@ class PlacementIndex:
         self,
         locations: Collection[LocationId],
         wanted: Callable[[Holders], bool],
-        size: int = 50_000,
+        size: int = 10_000,
     ) -> Iterator[tuple[Numbers, Words]]:
         """The chunks at any of these locations of which `wanted` accepts all that hold them: their
         families and hashes (`Families.keys` makes keys of them), in parts of about a millisecond.

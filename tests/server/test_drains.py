@@ -5,7 +5,20 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 
 import pytest
-from server_kit import CHUNK_BYTES, TTL, TurnedClock, host, join, keys, report, running, store
+from msgspec.structs import replace
+from server_kit import (
+    CHUNK_BYTES,
+    DOCUMENT,
+    NAMESPACE,
+    TTL,
+    TurnedClock,
+    host,
+    join,
+    keys,
+    report,
+    running,
+    store,
+)
 
 from kvstrata import api
 from kvstrata.api import DrainState, LeftReason, NodeState, Outcome
@@ -634,3 +647,18 @@ async def test_one_whose_server_died_is_ended_by_another(postgres_address):
         assert (await step(second)).state is S.DRAINING
         clock.advance(5)
         assert (await step(second)).state is S.PARTIAL
+
+
+async def test_a_transfer_of_it_takes_the_turn_of_one_tenant(place):
+    theirs = replace(NAMESPACE, tenant="acme")
+    mixed = [*keys(0), *(theirs.key(0, bytes([n])).hex() for n in (1, 2)), *keys(3)]
+    nodes = (*PLAIN, ("c", {}))
+    async with cluster(place, *nodes) as (r, a, b, c):
+        documents = (DOCUMENT, theirs.document.decode())
+        await r.control.report("a", report(0, host(mixed), namespaces=documents))
+        a.seq = 1
+        await begin(r)
+        await settle(a)
+        await step(r)
+        parts = [await node.pull(reports=False) for node in (b, c)]
+        assert sorted(map(sorted, parts)) == sorted([sorted(mixed[1:3]), sorted(keys(0, 3))])
