@@ -21,6 +21,7 @@ import msgspec
 from sqlalchemy import Executable, delete, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from kvstrata.api import TransferState
 from kvstrata.bulk import BulkChange
 from kvstrata_server.models import ChangeRow, NodeRow
 from kvstrata_server.writes import Write
@@ -122,7 +123,7 @@ class TransferAdvanced(msgspec.Struct, frozen=True, tag="transfer_advanced"):
 class TransferEnded(msgspec.Struct, frozen=True, tag="transfer_ended"):
     id: str
     target: str
-    state: str
+    state: TransferState
 
 
 class HoldReleased(msgspec.Struct, frozen=True, tag="hold_released"):

@@ -26,6 +26,8 @@ _REDELIVERY = 5.0
 # plan counts for this many at least.
 _MOST_PLANNED = api.MAX_KEYS
 _LEAST_PLANNED = 2048
+# Each is answered by a request of its own, one after the other.
+_MOST_NOTICES = 64
 # How many of those that wait at a target are looked at to tell when another one begins.
 _MOST_COUNTED = 1000
 # Who waits for a busy link is planned again after this: another source may be better by then.
@@ -175,10 +177,12 @@ class Outgoing:
 
     def _notices(self, mailbox: _Mailbox) -> list[api.Command]:
         now = self._clock()
-        commands = []
+        commands: list[api.Command] = []
         for transfer, notice in list(mailbox.notices.items()):
             if now > notice.until:
                 del mailbox.notices[transfer]
+            elif len(commands) == _MOST_NOTICES:
+                break
             elif notice.offered is None or now - notice.offered >= _REDELIVERY:
                 notice.offered = now
                 commands.append(api.Command(kind="cancel", transfer=transfer))

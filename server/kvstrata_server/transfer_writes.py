@@ -197,9 +197,7 @@ class EndTransfer:
             await connection.execute(
                 update(transfers).where(transfers.c.id == self.id).values(state=state.value)
             )
-        await tell(
-            connection, self.log_as, self.ended, TransferEnded(self.id, self.target, state.value)
-        )
+        await tell(connection, self.log_as, self.ended, TransferEnded(self.id, self.target, state))
         self.state = state
 
 

@@ -337,12 +337,11 @@ class Scheduler:
                     self._outgoing.taken(transfer, entry.link)
             case TransferEnded():
                 self._unended.remove(entry.id)
-                state = TransferState(entry.state)
-                if state in (TransferState.CANCELLED, TransferState.EXPIRED):
+                if entry.state in (TransferState.CANCELLED, TransferState.EXPIRED):
                     # Whoever handed it out, and wherever the target asks next.
                     self._outgoing.notify(entry.target, entry.id, self._clock() + _NOTICE)
                 if ours:
-                    self._metrics.transfers.labels(entry.state).inc()
+                    self._metrics.transfers.labels(entry.state.value).inc()
             case HoldReleased():
                 self._outgoing.notify(entry.target, entry.id, entry.until)
             case TransferMade():

@@ -133,6 +133,18 @@ async def test_cancel_reaches_a_target_at_work(tmp_path):
         assert await poll(r) == []
 
 
+async def test_many_that_are_over_are_told_in_parts(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = await asyncio.gather(*(ask(r, n % 3) for n in range(100)))
+        await asyncio.gather(*(r.state.transfers.cancel(each.id) for each in made))
+        clock = r.clock
+    async with running(tmp_path, clock) as r:
+        told = [[c.transfer for c in await poll(r)] for _ in range(3)]
+        assert [len(part) for part in told] == [64, 36, 0]
+        assert {t for part in told for t in part} == {each.id for each in made}
+
+
 async def test_the_deadline_ends_it_and_the_target_hears(tmp_path):
     async with running(tmp_path) as r:
         await pair(r)
