@@ -87,7 +87,7 @@ def test_a_name_is_that_of_the_fs_tiers_file() -> None:
     "name",
     [
         "kv/store.json",
-        "kv/quarantine/07",
+        "kv/kvstrata-quarantine/07",
         "kv/000102030405060708090a0b0c0d0e0f/namespace.json",
         "kv/000102030405060708090a0b0c0d0e0f/ab/ce/abcdef.7.kv",
         "kv/000102030405060708090a0b0c0d0e0f/ab/cd/abcdef.07.kv",

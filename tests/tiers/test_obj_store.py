@@ -257,7 +257,7 @@ async def test_damaged_objects_are_set_aside_and_bounded(s3: S3, opened: Open) -
     assert await load(tier, *range(count), size=100) == [CORRUPT] * count
     assert tier.usage().counters["corrupt"] == count
     assert s3.chunks(prefix) == []
-    aside = s3.names(f"{prefix}/quarantine/")
+    aside = s3.names(f"{prefix}/kvstrata-quarantine/")
     assert len(aside) == 64
     metadata = s3.client.head_object(Bucket=s3.bucket, Key=aside[0])["Metadata"]
     assert Header.parse(metadata).key in [key(i) for i in range(count)]

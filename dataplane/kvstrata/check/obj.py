@@ -221,13 +221,13 @@ class _Check:
             try:
                 await store.document(digest)
             except Malformed as e:
-                done = await self._set_aside(name, "")
+                done = await self._set_aside(name, listed.tag)
                 self._add(Problem.DESCRIPTION, name, str(e), done)
             except Missing:
                 self._report.gone += 1
             except KVStrataError as e:
                 self._add(Problem.UNREADABLE, name, str(e))
-        elif name.startswith(f"{store.names.root}quarantine/"):
+        elif name.startswith(store.names.aside):
             self._add(Problem.QUARANTINED, name, f"{listed.nbytes} bytes")
         elif name != store.names.identity:
             self._add(Problem.FOREIGN, name, "no node's: it is left alone")
@@ -312,7 +312,7 @@ class _Check:
         store = self._store
         try:
             await store.ask(lambda: store.client.copy(name, to, tag))
-            await store.ask(lambda: store.client.delete(name))
+            await store.ask(lambda: store.client.delete_exactly(name, tag))
         except KVStrataError:
             return ""  # replaced or removed since, or the store refuses
         return told

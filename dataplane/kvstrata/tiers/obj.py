@@ -30,7 +30,7 @@ from kvstrata.tiers.obj_chunks import ChunkObjects
 from kvstrata.tiers.obj_client import ObjectClient
 from kvstrata.tiers.obj_conditions import Condition, Fault, Unsupported
 from kvstrata.tiers.obj_health import Health
-from kvstrata.tiers.obj_identity import identify
+from kvstrata.tiers.obj_identity import Confirming, identify
 from kvstrata.tiers.obj_index import Index
 from kvstrata.tiers.obj_listing import Listing
 from kvstrata.tiers.obj_options import ObjOptions
@@ -80,7 +80,9 @@ class ObjTier(Tier):
             self._aside,
             self._announce,
             self._health.failed,
+            self._confirm,
         )
+        self._confirming = Confirming(self._batches, self._chunks, None, self._forget)
         self._claimed = 0  # bytes, by stores that have not settled
         self._evicting = asyncio.Lock()
         self._described: set[bytes] = set()
@@ -397,6 +399,7 @@ class ObjTier(Tier):
         with self._aside(_OPENING) as call:
             found = await identify(self._batches, self._chunks, call, self._options)
         self.store_id = found.store_id
+        self._confirming.known = found.identity
         if found.fault is not None:
             self._health.cool_off(found.fault)
 
@@ -404,7 +407,15 @@ class ObjTier(Tier):
         with self._aside(self._options.connect_timeout + 2.0) as call:
             if self._health.condition is Condition.DENIED:
                 await self._batches.one(call, self._client.open())  # they may have been renewed
-            await self._batches.one(call, self._chunks.identity(call))
+            await self._confirming.confirm(call)
+
+    async def _confirm(self) -> None:
+        with self._aside() as call:
+            await self._confirming.confirm(call)
+
+    def _forget(self) -> None:
+        self._described.clear()
+        self._announce(self._index.clear())
 
     async def _tidy(self) -> None:
         """After each listing: abort orphaned uploads, and evict what is over the bound."""

@@ -7,11 +7,6 @@ way is whole in the store.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import itertools
-import logging
-import random
 import uuid
 from collections.abc import Sequence
 from functools import partial
@@ -25,16 +20,15 @@ from kvstrata.tiers.base import Item
 from kvstrata.tiers.base import checksum as checksum_of
 from kvstrata.tiers.calls import Call
 from kvstrata.tiers.obj_client import ListedObject, ObjectClient, fitting
-from kvstrata.tiers.obj_conditions import AlreadyThere, Damaged, Fault, Unsupported
-from kvstrata.tiers.obj_format import QUARANTINE_OBJECTS, Header, Names, StoreIdentity
+from kvstrata.tiers.obj_conditions import AlreadyThere, Damaged, Unsupported
+from kvstrata.tiers.obj_format import Header, Names, StoreIdentity
 from kvstrata.tiers.obj_index import Listed
 from kvstrata.tiers.obj_options import ObjOptions
 from kvstrata.tiers.obj_pace import Retry
+from kvstrata.tiers.obj_quarantine import Quarantine
 from kvstrata.tiers.obj_upload import PartedUploads
 
-__all__ = ["ChunkObjects", "ChunkPage"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["ChunkObjects", "ChunkPage", "Identity"]
 
 
 class ChunkPage(NamedTuple):
@@ -44,6 +38,13 @@ class ChunkPage(NamedTuple):
     token: str | None
 
 
+class Identity(NamedTuple):
+    """`there`: it was written down already."""
+
+    store: StoreIdentity
+    there: bool
+
+
 class ChunkObjects:
     def __init__(self, client: ObjectClient, retry: Retry, options: ObjOptions) -> None:
         self._client = client
@@ -51,8 +52,7 @@ class ChunkObjects:
         self._options = options
         self._names = Names(options.prefix)
         self._parted = PartedUploads(client, retry, options.part_size)
-        self._places = itertools.count(random.randrange(QUARANTINE_OBJECTS))  # noqa: S311
-        self._quarantining = asyncio.Lock()
+        self._quarantine = Quarantine(client, retry, self._names)
         self._conditional = True
         self._batches = True
         self.reread = 0
@@ -68,6 +68,7 @@ class ChunkObjects:
         except (Missing, Corrupt):
             return None
         good = found.header.key == key and found.header.payload_bytes == found.nbytes
+        good = good and not self._quarantine.has(name, found.tag)
         return found.nbytes if good else None
 
     async def store(self, call: Call, item: Item, missing: bool) -> bool:
@@ -115,7 +116,7 @@ class ChunkObjects:
         try:
             length = await self._retry.run(call, read)
         except Damaged as e:
-            await self._quarantine(call, name, e.tag)
+            await self._quarantine.set_aside(call, name, e.tag)
             raise
         self.reread += 1
         return length
@@ -127,7 +128,7 @@ class ChunkObjects:
             fitting(found, item.key, item.view, exact=True)
         except (Missing, Corrupt):
             return False
-        return True
+        return not self._quarantine.has(name, found.tag)
 
     async def _put(
         self, call: Call, name: str, view: memoryview, header: Header, only_if_absent: bool
@@ -138,21 +139,7 @@ class ChunkObjects:
             await self._retry.run(
                 call, lambda: self._client.put(name, view, header, only_if_absent)
             )
-
-    async def _quarantine(self, call: Call, name: str, tag: str) -> None:
-        """Set the object aside, or at least remove it, if it is still the one with this tag."""
-        place = self._names.quarantine(next(self._places))
-        # One at a time: whoever comes second finds nothing, and can't remove what was stored anew
-        # in the meantime.
-        async with self._quarantining:
-            try:
-                await self._retry.run(call, lambda: self._client.copy(name, place, tag))
-            except (Missing, AlreadyThere):
-                return
-            except (Fault, Unsupported) as e:
-                _log.warning("obj tier: %s can't be set aside, only removed: %s", name, e)
-            with contextlib.suppress(Missing, Fault):
-                await self._retry.run(call, lambda: self._client.delete(name))
+        self._quarantine.replaced(name)
 
     # ------------------------------------------------------------ many
 
@@ -180,20 +167,24 @@ class ChunkObjects:
 
     def _chunk(self, o: ListedObject) -> Listed | None:
         key = self._names.key(o.name)
-        return None if key is None else Listed(key, o.nbytes, o.modified)
+        if key is None or self._quarantine.has(o.name, o.tag):
+            return None
+        return Listed(key, o.nbytes, o.modified)
 
     # ------------------------------------------------------------ documents
 
-    async def identity(self, call: Call) -> StoreIdentity:
-        """Which store this is, as whoever came first wrote it. Raises `ConfigError`."""
-        name = self._names.identity
+    async def identity(self, call: Call, ours: StoreIdentity | None = None) -> Identity:
+        """Which store this is, as whoever came first wrote it; `ours` (None: a new one) is
+        written where there is none. Raises `ConfigError`."""
+        name, there = self._names.identity, True
         try:
             content = await self._retry.run(call, lambda: self._client.read_small(name))
         except Missing:
-            ours = msgspec.json.encode(StoreIdentity(uuid.uuid4()))
-            await self._write_once(call, name, ours)
+            there = False
+            ours = ours or StoreIdentity(uuid.uuid4())
+            await self._write_once(call, name, msgspec.json.encode(ours))
             content = await self._retry.run(call, lambda: self._client.read_small(name))
-        return StoreIdentity.parse(name, content)
+        return Identity(StoreIdentity.parse(name, content), there)
 
     async def describe(self, call: Call, digest: bytes, document: bytes) -> None:
         """Write a namespace down, unless it is."""

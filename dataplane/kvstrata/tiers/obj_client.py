@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvstrata.errors import ConfigError, Corrupt
 from kvstrata.keys import Key
 from kvstrata.tiers.base import checksum as checksum_of
-from kvstrata.tiers.obj_conditions import Damaged, NixlFailed
+from kvstrata.tiers.obj_conditions import AlreadyThere, Damaged, NixlFailed, Unsupported, meaning
 from kvstrata.tiers.obj_format import Header
 from kvstrata.tiers.obj_options import ObjOptions
 from kvstrata.tiers.obj_pace import TokenBucket
@@ -24,11 +24,12 @@ from kvstrata.tiers.obj_pace import TokenBucket
 if TYPE_CHECKING:
     from kvstrata.tiers.obj_nixl import NixlReader
 
-__all__ = ["Found", "ListedObject", "ObjectClient", "Page", "Upload"]
+__all__ = ["Found", "ListedObject", "ObjectClient", "Page", "Upload", "same_tag"]
 
 _log = logging.getLogger(__name__)
 
 _PIECE = 256 << 10
+_MOST_UPLOAD_PAGES = 100  # of a thousand each
 
 
 class Found(NamedTuple):
@@ -36,6 +37,7 @@ class Found(NamedTuple):
 
     nbytes: int
     header: Header
+    tag: str = ""
 
 
 class ListedObject(NamedTuple):
@@ -44,6 +46,7 @@ class ListedObject(NamedTuple):
     name: str
     nbytes: int
     modified: float
+    tag: str = ""
 
 
 class Page(NamedTuple):
@@ -150,7 +153,8 @@ class ObjectClient:
     async def head(self, name: str) -> Found:
         """Raises `Corrupt` if it isn't a chunk's object."""
         answer = await self._s3.head_object(Bucket=self._bucket, Key=name)
-        return Found(answer["ContentLength"], Header.parse(answer["Metadata"]))
+        header = Header.parse(answer["Metadata"])
+        return Found(answer["ContentLength"], header, answer.get("ETag", ""))
 
     async def load(self, name: str, key: Key, view: memoryview, exact: bool) -> int:
         """Fill `view` with the verified payload, to its end if `exact`; the payload's length.
@@ -238,6 +242,23 @@ class ObjectClient:
         """No error if it isn't there."""
         await self._s3.delete_object(Bucket=self._bucket, Key=name)
 
+    async def delete_exactly(self, name: str, tag: str) -> None:
+        """If it is still what has this tag. Else it raises what `meaning` calls `AlreadyThere`,
+        or `Missing` if there is nothing."""
+        if not tag:
+            await self.delete(name)
+            return
+        # Also where the service passes over the condition below, as some do.
+        found = await self._s3.head_object(Bucket=self._bucket, Key=name)
+        if not same_tag(found.get("ETag", ""), tag):
+            raise AlreadyThere(f"{name} has been replaced")
+        try:
+            await self._s3.delete_object(Bucket=self._bucket, Key=name, IfMatch=tag)
+        except Exception as e:
+            if not isinstance(meaning(e), Unsupported):
+                raise
+            await self.delete(name)
+
     async def delete_batch(self, names: Sequence[str]) -> set[str]:
         """Delete up to 1000 at once; those that could not be."""
         objects = [{"Key": name} for name in names]
@@ -252,7 +273,7 @@ class ObjectClient:
         more = {} if token is None else {"ContinuationToken": token}
         answer = await self._s3.list_objects_v2(Bucket=self._bucket, Prefix=prefix, **more)
         objects = [
-            ListedObject(o["Key"], o["Size"], o["LastModified"].timestamp())
+            ListedObject(o["Key"], o["Size"], o["LastModified"].timestamp(), o.get("ETag", ""))
             for o in answer.get("Contents", [])
         ]
         return Page(objects, answer.get("NextContinuationToken") if answer["IsTruncated"] else None)
@@ -296,12 +317,27 @@ class ObjectClient:
         await self._s3.abort_multipart_upload(Bucket=self._bucket, Key=name, UploadId=upload)
 
     async def uploads(self, prefix: str) -> list[Upload]:
-        """The first thousand or so unfinished ones under the prefix."""
-        answer = await self._s3.list_multipart_uploads(Bucket=self._bucket, Prefix=prefix)
-        return [
-            Upload(u["Key"], u["UploadId"], u["Initiated"].timestamp())
-            for u in answer.get("Uploads", [])
-        ]
+        """The unfinished ones under the prefix; of very many the first."""
+        found: list[Upload] = []
+        after: dict[str, str] = {}
+        for _ in range(_MOST_UPLOAD_PAGES):
+            answer = await self._s3.list_multipart_uploads(
+                Bucket=self._bucket, Prefix=prefix, **after
+            )
+            found += (
+                Upload(u["Key"], u["UploadId"], u["Initiated"].timestamp())
+                for u in answer.get("Uploads", [])
+            )
+            name, upload = answer.get("NextKeyMarker"), answer.get("NextUploadIdMarker")
+            if not answer.get("IsTruncated") or not name:
+                break
+            after = {"KeyMarker": name} | ({"UploadIdMarker": upload} if upload else {})
+        return found
+
+
+def same_tag(one: str, other: str) -> bool:
+    """With quotes around them or not: services differ, and so do the answers of one."""
+    return one.strip('"') == other.strip('"')
 
 
 def fitting(found: Found, key: Key, view: memoryview, exact: bool) -> Header:

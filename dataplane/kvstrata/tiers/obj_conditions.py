@@ -21,6 +21,7 @@ class Condition(enum.StrEnum):
     TIMEOUT = "timed out"
     DENIED = "access denied"
     NO_BUCKET = "no such bucket"
+    REPLACED = "another store is there"
     SLOW_DOWN = "asked to slow down"
     SERVER_ERROR = "server error"
     FULL = "full"
@@ -38,7 +39,13 @@ class Condition(enum.StrEnum):
 
 
 _LASTING = frozenset(
-    {Condition.UNREACHABLE, Condition.UNTRUSTED, Condition.DENIED, Condition.NO_BUCKET}
+    {
+        Condition.UNREACHABLE,
+        Condition.UNTRUSTED,
+        Condition.DENIED,
+        Condition.NO_BUCKET,
+        Condition.REPLACED,
+    }
 )
 
 

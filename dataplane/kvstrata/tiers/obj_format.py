@@ -3,7 +3,7 @@
     <prefix>/store.json                                          which store this is
     <prefix>/<namespace hex>/namespace.json                      the document behind the digest
     <prefix>/<namespace hex>/<hh>/<hh>/<hash hex>.<group>.kv     a chunk: its payload, nothing else
-    <prefix>/quarantine/<nn>                                     damaged objects, at most 64
+    <prefix>/kvstrata-quarantine/<nn>                            damaged objects, at most 64
 
 Names are those of the fs tier's files. User metadata of a chunk's object:
 
@@ -89,6 +89,8 @@ class Names:
     def __init__(self, prefix: str) -> None:
         self.root = f"{prefix}/" if prefix else ""
         self.identity = f"{self.root}store.json"
+        # Others may keep what they like in a bucket that is used without a prefix.
+        self.aside = f"{self.root}kvstrata-quarantine/"
 
     def chunk(self, key: Key) -> str:
         namespace, group, hash_ = split_key(key)
@@ -100,7 +102,7 @@ class Names:
         return f"{self.root}{digest.hex()}/namespace.json"
 
     def quarantine(self, place: int) -> str:
-        return f"{self.root}quarantine/{place % QUARANTINE_OBJECTS:02}"
+        return f"{self.aside}{place % QUARANTINE_OBJECTS:02}"
 
     def key(self, name: str) -> Key | None:
         """The key of the chunk whose object is called so; None if it is no chunk's."""

@@ -1,8 +1,15 @@
-"""Which store a bucket and prefix are, asked at the start."""
+"""Which store a bucket and prefix are: asked at the start, and again before each listing.
+
+A bucket may be emptied, or given to another store, while nodes run. Emptied, it is the same store
+without chunks. Another store's chunks are none of this one's, though they would load: until it is
+gone, or the node starts again, the tier leaves it alone.
+"""
 
 from __future__ import annotations
 
+import logging
 import uuid
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvstrata.errors import ConfigError, KVStrataError
@@ -10,9 +17,12 @@ from kvstrata.tiers.calls import Call
 from kvstrata.tiers.obj_batches import Batches
 from kvstrata.tiers.obj_chunks import ChunkObjects
 from kvstrata.tiers.obj_conditions import Condition, Fault
+from kvstrata.tiers.obj_format import StoreIdentity
 from kvstrata.tiers.obj_options import ObjOptions
 
-__all__ = ["Identified", "identify"]
+__all__ = ["Confirming", "Identified", "identify"]
+
+_log = logging.getLogger(__name__)
 
 _ADVICE = {
     Condition.DENIED: "allow GetObject, PutObject, DeleteObject, AbortMultipartUpload, ListBucket "
@@ -27,9 +37,11 @@ _PASSING = frozenset(
 
 
 class Identified(NamedTuple):
-    """`fault`: the store could not be asked, and the id is made up from where it is."""
+    """`fault`: the store could not be asked, and the id is made up from where it is; then
+    `identity` is None."""
 
     store_id: str
+    identity: StoreIdentity | None
     fault: Fault | None = None
 
 
@@ -38,7 +50,7 @@ async def identify(
 ) -> Identified:
     """Join the store, or create it. Raises `ConfigError` on what only people can mend."""
     try:
-        identity = await batches.one(call, chunks.identity(call))
+        identity = (await batches.one(call, chunks.identity(call))).store
     except ConfigError:
         raise
     except KVStrataError as e:
@@ -46,5 +58,41 @@ async def identify(
             advice = _ADVICE.get(e.condition) if isinstance(e, Fault) else None
             raise ConfigError(f"obj tier: {e}" + (f": {advice}" if advice else "")) from e
         place = f"{options.endpoint}/{options.bucket}/{options.prefix}"
-        return Identified(f"obj-{uuid.uuid5(uuid.NAMESPACE_URL, place)}", e)
-    return Identified(f"obj-{identity.id}")
+        return Identified(f"obj-{uuid.uuid5(uuid.NAMESPACE_URL, place)}", None, e)
+    return Identified(f"obj-{identity.id}", identity)
+
+
+class Confirming:
+    """Sees to it that the store is still the one that it was: `known`, or what is found first.
+    `forget` is called for what is known of its chunks, when they are not there any more."""
+
+    def __init__(
+        self,
+        batches: Batches,
+        chunks: ChunkObjects,
+        known: StoreIdentity | None,
+        forget: Callable[[], None],
+    ) -> None:
+        self._batches = batches
+        self._chunks = chunks
+        self.known = known
+        self._forget = forget
+
+    async def confirm(self, call: Call) -> None:
+        """If it was emptied, it is made this store again. Raises `Fault` if another is there."""
+        try:
+            found = await self._batches.one(call, self._chunks.identity(call, self.known))
+        except ConfigError as e:
+            self._forget()
+            raise Fault(Condition.REPLACED, str(e)) from e
+        self.known = self.known or found.store
+        if found.store.id != self.known.id:
+            self._forget()
+            raise Fault(
+                Condition.REPLACED,
+                f"obj-{found.store.id}, and this was obj-{self.known.id}: restart the node to "
+                "use that one",
+            )
+        if not found.there:
+            _log.warning("obj tier: its store was emptied")
+            self._forget()

@@ -123,6 +123,16 @@ class Index:
         self.used_bytes -= entry.nbytes
         return True
 
+    def clear(self) -> list[Key]:
+        """Nobody knows of any chunk whether it is there; those that were held."""
+        held = list(self._entries)
+        if self._dropped is not None:
+            self._dropped.update(held)
+        self._entries.clear()
+        self._missing.clear()
+        self.used_bytes = 0
+        return held
+
     def forget(self, key: Key) -> None:
         """That it was missing: nobody knows any more."""
         self._missing.pop(key, None)

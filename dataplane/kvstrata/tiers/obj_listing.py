@@ -35,13 +35,16 @@ class Listing:
         a_call: Callable[[], AbstractContextManager[Call]],
         on_gone: Callable[[Sequence[Key]], None],
         on_fault: Callable[[Fault], None],
+        confirm: Callable[[], Awaitable[None]],
     ) -> None:
+        """`confirm` raises `Fault` if it isn't this store that would be listed."""
         self._index = index
         self._chunks = chunks
         self._batches = batches
         self._a_call = a_call
         self._on_gone = on_gone
         self._on_fault = on_fault
+        self._confirm = confirm
         self._complete = asyncio.Event()
         self.trouble = ""
 
@@ -69,6 +72,7 @@ class Listing:
             await asyncio.sleep(wait)
 
     async def once(self) -> None:
+        await self._confirm()
         index = self._index
         first = not index.complete
         found: list[tuple[float, Key]] = []
