@@ -20,6 +20,7 @@ from kvstrata_server.examples import (
     quotas,
     upkeep,
 )
+from kvstrata_server.examples.world import Several
 
 __all__ = ["EXAMPLES", "example", "show_examples"]
 
@@ -43,7 +44,7 @@ def example(operation: str, status: int = 200, kind: str = "application/json") -
     extra: dict[str, Any] = {
         "responses": {str(status): {"content": {kind: {"example": _json(answer)}}}}
     }
-    if request is not None:
+    if request is not None and not isinstance(request, Several):
         extra["requestBody"] = {"content": {"application/json": {"example": _json(request)}}}
     return extra
 
@@ -51,7 +52,11 @@ def example(operation: str, status: int = 200, kind: str = "application/json") -
 def show_examples(operation: dict[str, Any]) -> None:
     """Put them into the document's entry of an operation: FastAPI would drop their nulls."""
     request, answer = EXAMPLES.get(operation["operationId"], (None, None))
-    if request is not None:
+    if isinstance(request, Several):
+        operation["requestBody"]["content"]["application/json"]["examples"] = {
+            name: {"value": _json(each)} for name, each in request.requests.items()
+        }
+    elif request is not None:
         operation["requestBody"]["content"]["application/json"]["example"] = _json(request)
     if answer is not None:
         # A dry run's 200 stands beside the 202 of what is really done.

@@ -16,6 +16,7 @@ from kvstrata_server.examples.world import (
     SOURCE,
     TARGET,
     TRANSFER,
+    Several,
     outcomes,
 )
 
@@ -129,8 +130,16 @@ EXAMPLES = {
     "get_lease": (None, _lease(api.LeaseState.HELD, Outcome.PRESENT, CREATED + 120)),
     "release_lease": (None, _lease(api.LeaseState.ENDED, Outcome.PRESENT, CREATED + 40)),
     "create_eviction": (
-        api.EvictionRequest(
-            chunks=api.OfModel(model=MODEL, revision=NAMESPACE.revision), deadline=30
+        Several(
+            {
+                "model": api.EvictionRequest(
+                    chunks=api.OfModel(model=MODEL, revision=NAMESPACE.revision), deadline=30
+                ),
+                "namespaces": api.EvictionRequest(
+                    chunks=api.OfNamespaces(digests=[NAMESPACE.digest.hex()]), deadline=30
+                ),
+                "keys": api.EvictionRequest(chunks=api.OfKeys(keys=KEYS), nodes=[SOURCE]),
+            }
         ),
         _EVICTION.model_copy(
             update={

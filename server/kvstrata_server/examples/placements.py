@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 
 from kvstrata import api
-from kvstrata_server.examples.world import INCARNATION, KEYS, NAMESPACE, SOURCE, STORE
+from kvstrata_server.examples.world import (
+    INCARNATION,
+    KEYS,
+    MODEL,
+    NAMESPACE,
+    SOURCE,
+    STORE,
+    TOKENS,
+    Several,
+)
 
 __all__ = ["EXAMPLES"]
 
@@ -22,7 +31,12 @@ def _line(**data: object) -> str:
 
 EXAMPLES = {
     "lookup_placements": (
-        api.LookupRequest(keys=KEYS),
+        Several(
+            {
+                "keys": api.LookupRequest(keys=KEYS),
+                "tokens": api.TokenLookup(tokens=api.ModelTokens(model=MODEL, token_ids=TOKENS)),
+            }
+        ),
         api.LookupReply(
             keys=2,
             nodes=[

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+
 from kvstrata import api
 from kvstrata.keys import Field, Group, Namespace
 from kvstrata_server.hashing import chunk_keys, local_hashes
@@ -21,6 +26,7 @@ __all__ = [
     "TARGET",
     "TOKENS",
     "TRANSFER",
+    "Several",
     "outcomes",
 ]
 
@@ -54,6 +60,14 @@ TRANSFER = "01a2281c112f-ca4b24ee5892ddd9"
 PREFETCH = "01a2281c1f70-5be1a4c07d1f93aa"
 LEASE = "01a2281c2b58-90ae77d2c4f1b6e3"
 EVICTION = "01a2281c3a10-1f0d6c72b3a958e4"
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """Requests of an operation that takes several kinds, by what to call them; the answer shown is
+    that to the first."""
+
+    requests: Mapping[str, BaseModel]
 
 
 def outcomes(outcome: api.Outcome, source: str | None = None) -> list[api.KeyOutcome]:
