@@ -22,6 +22,9 @@ from kvstrata.slots import ALIGNMENT, Slots
 PAGE = ALIGNMENT
 
 
+COUNTED = {make_key(b"n" * 16, 0, b"x")[:20]: PAGE}
+
+
 class Clock:
     now = 100.0
 
@@ -234,8 +237,10 @@ def test_the_coldest_of_some_go_until_so_many_bytes_are_gone() -> None:
     put(host, 1, 2, 3, 4)
     put(host, 5, 6, 7, 8)
     host.lease("b", 1, [key(3)], 10)
-    odd = [k for k in host.order() if k[-1] % 2]
-    assert odd == [key(n) for n in (1, 7, 5, 3)]
+    assert host.order(COUNTED, 0) == host.order({bytes(20): PAGE}, PAGE) == []
+    assert host.order(COUNTED, PAGE + 1) == [key(4), key(2)]
+    odd = [k for k in host.order(COUNTED, 100 * PAGE) if k[-1] % 2]
+    assert odd == [key(n) for n in (1, 7, 5)]
     assert host.drop_coldest(odd, 0) == []
     assert [c.key for c in host.drop_coldest(odd, PAGE + 1)] == [key(1), key(7)]
     assert [c.key for c in host.drop_coldest(odd, 100 * PAGE)] == [key(5)]
@@ -250,7 +255,7 @@ def test_of_the_coldest_a_chain_loses_its_tail_first() -> None:
     host.lease("b", 1, [key(1), key(2), key(3)], 10, chain=True)
     host.release("b", [1])
     put(host, 4)
-    assert host.order()[0] == key(3)
+    assert host.order(COUNTED, 1) == [key(3)]
     # Asked for its head alone, it gives up what would be of no use without that.
     assert [c.key for c in host.drop_coldest([key(1)], PAGE)] == [key(3)]
     host.lease("b", 2, [key(2)], 10)
@@ -683,8 +688,8 @@ class HostMachine(RuleBasedStateMachine):
 
     @rule(pages=st.integers(0, 6), keys=KEYS)
     def drop_coldest(self, pages: int, keys: list[Key]) -> None:
-        order = self.host.order()
-        assert sorted(order) == sorted(self.visible)
+        order = self.host.order(COUNTED, 1 << 40)
+        assert sorted(order) == sorted(k for k, c in self.visible.items() if is_idle(c))
         some = [k for k in order if k in keys]
         before, self.making_room = dict(self.visible), True
         gone = self.host.drop_coldest(some, pages * PAGE)

@@ -25,20 +25,21 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from kvstrata.chains import Chains
 from kvstrata.chunks import Chunk, State, is_idle
 from kvstrata.eviction import coldest, make_room, next_victims
-from kvstrata.keys import Key
+from kvstrata.keys import DIGEST_BYTES, GROUP_BYTES, Key
 from kvstrata.leases import Leases
 from kvstrata.policies import Policy
 from kvstrata.slots import Slots
 
 __all__ = ["NO_ROOM", "PRESENT", "Chunk", "HostTier", "HostUsage", "State", "Used"]
 
+_PREFIX_BYTES = DIGEST_BYTES + GROUP_BYTES
 NO_ROOM = -1
 PRESENT = -2
 
@@ -328,8 +329,8 @@ class HostTier:
         return len(idle)
 
     def drop_coldest(self, keys: Sequence[Key], nbytes: int) -> list[Chunk]:
-        """Of `keys`, a part of `order()`, remove what should go first, each chunk after all that
-        extends it, until `nbytes` of payload are gone. Returns those that nobody has any more."""
+        """Of `keys`, a part of what `order` told, remove what should go first, each chunk after
+        all that extends it, until `nbytes` of payload are gone. Returns what went."""
         victims = coldest(keys, nbytes, self.slots, self._chains, self._chunks)
         self.drop([chunk.key for chunk in victims])
         return victims
@@ -380,9 +381,18 @@ class HostTier:
     def keys(self) -> list[Key]:
         return [key for key, chunk in self._chunks.items() if chunk.state is State.READY]
 
-    def order(self) -> list[Key]:
-        """Ready chunks in the policy's order, first to give up first."""
-        return list(self._policy.victims())
+    def order(self, sizes: Mapping[bytes, int], nbytes: int) -> list[Key]:
+        """Idle chunks whose keys begin as one of `sizes` does (namespace and group -> bytes of a
+        chunk), first to give up first, until they have `nbytes`."""
+        chunks, found = self._chunks, []
+        for key in self._policy.victims() if nbytes > 0 else ():
+            size = sizes.get(key[:_PREFIX_BYTES])
+            if size is not None and is_idle(chunks[key]):
+                found.append(key)
+                nbytes -= size
+                if nbytes <= 0:
+                    break
+        return found
 
     def usage(self) -> HostUsage:
         rounded = self.slots.rounded

@@ -78,6 +78,8 @@ class Admission:
     def budget(self, keys: Sequence[Key], asked: int | None) -> int | None:
         """The byte budget, as far as the quota of the keys' tenant allows for it. Raises
         `Malformed` for keys of several tenants, if one of them has a quota."""
+        if not self._quotas:
+            return asked
         tenants = self._namespaces.tenants(keys)
         if len(tenants) > 1 and any(self._quotas.get(tenant) for tenant in tenants):
             raise Malformed(
@@ -90,6 +92,8 @@ class Admission:
         """A transfer is about to be accepted, planned within `budget`; `asked` is the budget
         without the quota. Raises `NoSpace` if the quota leaves nothing of it to be done, but for
         a dry run, which says so key by key."""
+        if not self._quotas:
+            return
         tenant = next(iter(self._namespaces.tenants(transfer.keys)), "")
         room = self.room(tenant)
         if room is None:

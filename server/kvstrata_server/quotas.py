@@ -79,6 +79,9 @@ class Quotas:
         self._known: Mapping[str, Quota] = {}
         self._seen: tuple[Any, ...] = ()
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def all(self) -> list[Quota]:
         return list(self._known.values())
 

@@ -43,7 +43,7 @@ async def shed(host: HostTier, guards: Sequence[Guard], asked: Shed) -> dict[str
 
 
 async def _shed_host(host: HostTier, sizes: Mapping[bytes, int], nbytes: int) -> int:
-    candidates = await _of(host.order(), sizes)
+    candidates = host.order(sizes, nbytes)
     count = 0
     for start in range(0, len(candidates), _HOST_KEYS):
         if nbytes <= 0:
