@@ -1,19 +1,14 @@
-"""Evictions that the control plane asked for: dropped once, and said until it is heard.
-
-A command may come again, since its answer or ours may have been lost: what was dropped is kept for
-a while to be posted again.
-"""
+"""Evictions that the control plane asked for: dropped once, and said until it is heard."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from kvstrata import api
-from kvstrata.errors import Busy, KVStrataError, LinkBroken
 from kvstrata.keys import DIGEST_BYTES, GROUP_BYTES, check_keys
+from kvstrata.node.answering import Answering
 from kvstrata.node.reported import Drop, Reported, Shed
 
 __all__ = ["Evicting"]
@@ -23,7 +18,7 @@ _log = logging.getLogger(__name__)
 _REMEMBERED = 256
 
 
-class Evicting:
+class Evicting(Answering[api.EvictionResult]):
     """Executes `evict` and `shed` commands and posts what they dropped through
     `post(eviction, result)`."""
 
@@ -32,45 +27,10 @@ class Evicting:
         reported: Reported,
         post: Callable[[str, api.EvictionResult], Awaitable[object]],
     ) -> None:
+        super().__init__("eviction", post, _REMEMBERED)
         self._reported = reported
-        self._post = post
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._results: OrderedDict[str, api.EvictionResult] = OrderedDict()
 
-    def handle(self, commands: Sequence[api.Command]) -> None:
-        """Start them; those that run already go on, those that are done are said again."""
-        for command in commands:
-            if command.transfer not in self._running:
-                task = asyncio.create_task(self._execute(command), name=command.transfer)
-                self._running[command.transfer] = task
-                task.add_done_callback(self._ended)
-
-    async def close(self) -> None:
-        """Cancel what runs and wait for it."""
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running.pop(task.get_name(), None)
-
-    async def _execute(self, command: api.Command) -> None:
-        result = self._results.get(command.transfer)
-        if result is None:
-            result = await self._drop(command)
-            self._results[command.transfer] = result
-            while len(self._results) > _REMEMBERED:
-                self._results.popitem(last=False)
-        try:
-            await self._post(command.transfer, result)
-        except (Busy, LinkBroken) as e:
-            # The command comes again, and with it the next try.
-            _log.info("eviction %s is not told yet: %s", command.transfer, e)
-        except KVStrataError as e:
-            _log.warning("the result of eviction %s is refused: %s", command.transfer, e)
-
-    async def _drop(self, command: api.Command) -> api.EvictionResult:
+    async def _execute(self, command: api.Command) -> api.EvictionResult:
         incarnation = self._reported.registration().incarnation
         try:
             async with asyncio.timeout(max(0.0, command.deadline_in)):
