@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from replicas_kit import two
+from replicas_kit import two, until
 from server_kit import CHUNK_BYTES, NAMESPACE, host, join, keys, report, running, store
 
 from kvstrata import api
@@ -188,7 +188,11 @@ async def test_servers_of_one_database_agree(postgres_address):
     async with two(postgres_address) as (first, second):
         await first.control.put_quota("acme", FULL)
         await first.control.put_quota("gone", FULL)
-        await second.state.quotas.load()
+
+        async def known():
+            return second.state.quotas.get("gone") is not None
+
+        await until(known, 2)
         assert (await second.control.quota("acme")).max_bytes == 1 << 40
         await second.control.put_quota("acme", api.QuotaRequest(max_bytes=7))
         await second.control.delete_quota("gone")

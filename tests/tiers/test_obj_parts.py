@@ -357,6 +357,7 @@ def test_a_chain_is_given_up_from_its_tail() -> None:
     index.hold([(key(9), 10)])
     index.touch([key(3)])
     assert index.oldest(1000, keep=()) == [key(9), key(3), key(2), key(1), key(0)]
+    assert index.keys() == index.oldest(1000, keep=())
     assert index.oldest(25, keep={key(9)}) == [key(3), key(2), key(1)]
 
 
