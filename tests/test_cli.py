@@ -364,7 +364,7 @@ def test_lookup_tells_who_holds_what(ask: Any) -> None:
     assert status == 0
     (node,) = json.loads(out)["nodes"]
     assert (node["node"], node["prefix"]) == ("n1", 3)
-    assert node["tiers"]["host"] == {"found": 3, "prefix": 3}
+    assert node["tiers"]["host"] == {"found": 3, "prefix": 3, "tokens": 192}
     status, out = ask("lookup", names[3], names[1], "--all", "--node", "n1", "--json")
     assert json.loads(out)["nodes"][0]["keys"] == [names[1]]
     _, table = ask("lookup", *names)
@@ -372,6 +372,22 @@ def test_lookup_tells_who_holds_what(ask: Any) -> None:
     assert "host: 3 (3)" in table
     _, nobody = ask("lookup", names[3])
     assert "no node holds any of them" in nobody
+
+
+@pytest.mark.parametrize("text", ["[1, 2, 3]", "1 2\n3\n"])
+@pytest.mark.parametrize("which", ["--namespace", "--model"])
+def test_lookup_of_a_prompt(
+    text: str, which: str, ask: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server, where they have arrived, can't hash token ids of this namespace."""
+    prompt = tmp_path / "prompt"
+    prompt.write_text(text)
+    name = NAMESPACE.digest.hex() if which == "--namespace" else NAMESPACE.model
+    assert main(["lookup", "--tokens", str(prompt), which, name]) == 1
+    assert "`hash_seeds`" in capsys.readouterr().err
+    other = ["--model", "m", "--revision", "r", "--tenant", "t"]
+    assert main(["lookup", "--tokens", str(prompt), *other]) == 1
+    assert "chunks of m, revision r, tenant 't'" in capsys.readouterr().err
 
 
 def test_lookup_reads_keys_from_stdin(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,7 +464,13 @@ def test_quotas_are_set_shown_listed_and_deleted(ask: Any) -> None:
         (["quota", "set", "acme", "--max-transfers", "0"], 2, "max_transfers"),
         (["quota"], 2, "required: ACT"),
         (["lookup", "zz"], 2, "'zz' is not a chunk key"),
-        (["lookup"], 2, "required: KEY"),
+        (["lookup"], 2, "give keys, or --tokens"),
+        (["lookup", KEYS[0].hex(), "--tokens", "-"], 2, "give keys, or --tokens"),
+        (["lookup", "--tokens", "no-such-file", "--model", "m"], 2, "no-such-file"),
+        (["lookup", "--tokens", __file__, "--model", "m"], 2, "token ids"),
+        (["lookup", "--tokens", os.devnull], 2, "--model or --namespace"),
+        (["lookup", "--tokens", os.devnull, "--namespace", "zz"], 2, "namespace: "),
+        (["lookup", "--tokens", os.devnull, "--model", "m", "--all"], 2, "--all is of keys"),
         (["transfer", KEYS[0].hex()], 2, "required: --to"),
         (["transfer", KEYS[0].hex(), "--to", "n", "--hold", "ever"], 2, "'ever' is not a time"),
         (["transfer", KEYS[0].hex(), "--to", "n", "--deadline", "9d"], 2, "deadline: "),

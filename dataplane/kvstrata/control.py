@@ -142,7 +142,7 @@ class _Calls:
 
     @staticmethod
     def create_transfer(
-        request: api.TransferRequest, idempotency_key: str | None
+        request: api.TransferRequest | api.TokenTransfer, idempotency_key: str | None
     ) -> _Call[api.TransferInfo]:
         headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
         return _Call("POST", "/v1/transfers", api.TransferInfo, request, headers=headers)
@@ -401,7 +401,9 @@ class ControlPlane(_Client):
         return await self._run(_Calls.lookup(request))
 
     async def create_transfer(
-        self, request: api.TransferRequest, idempotency_key: str | None = None
+        self,
+        request: api.TransferRequest | api.TokenTransfer,
+        idempotency_key: str | None = None,
     ) -> api.TransferInfo:
         return await self._run(_Calls.create_transfer(request, idempotency_key))
 
@@ -515,7 +517,9 @@ class SyncControlPlane(_Client):
         return self._run(_Calls.lookup(request))
 
     def create_transfer(
-        self, request: api.TransferRequest, idempotency_key: str | None = None
+        self,
+        request: api.TransferRequest | api.TokenTransfer,
+        idempotency_key: str | None = None,
     ) -> api.TransferInfo:
         return self._run(_Calls.create_transfer(request, idempotency_key))
 

@@ -78,11 +78,6 @@ class Prompt:
     def __len__(self) -> int:
         return len(self.links)
 
-    @property
-    def tokens(self) -> int:
-        """Of the longest prefix that ends where chunks do."""
-        return self.chain.steps * self.chain.rule.step
-
     def batch(self, families: Families) -> KeyBatch:
         return families.of_columns(self._prefixes, self.groups, self.hashes[self.links])
 
@@ -128,6 +123,31 @@ async def prompts_of(
             )
         chosen = [namespace]
     return await hashed(chosen, asked.token_ids, seeds, asked.lora, asked.cache_salt)
+
+
+async def needed_keys(
+    namespaces: Namespaces, who: Identity, seeds: Sequence[str], asked: Tokens
+) -> list[str]:
+    """What an engine needs to go on after these tokens, as far as chunks of all groups end there.
+
+    Raises as `prompts_of` does, and `Malformed` if they are too few, or of several namespaces.
+    """
+    prompts = await prompts_of(namespaces, who, seeds, asked)
+    digests = [*(prompt.namespace.digest.hex() for prompt in prompts.each), *prompts.refused]
+    if len(digests) > 1:
+        raise Malformed(f"the model has several namespaces: name one of {', '.join(digests)}")
+    [prompt] = prompts.each
+    if not prompt.chain.steps:
+        raise Malformed(
+            f"too few tokens: chunks of all groups end every {prompt.chain.rule.step} of them"
+        )
+    needed = prompt.chain.needed(prompt.chain.steps)
+    if len(needed) > api.MAX_KEYS:
+        raise Malformed(
+            f"these tokens need {len(needed)} keys, and {api.MAX_KEYS} may be: ask for "
+            "the keys (`return_keys` of a lookup), and send them in parts"
+        )
+    return [key.hex() for key in prompt.keys(needed)]
 
 
 def namespaces_of_model(

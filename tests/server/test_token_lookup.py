@@ -182,6 +182,15 @@ async def test_a_model_with_states(tmp_path: Path) -> None:
         sizes = QWEN.chunk_bytes
         assert moved.bytes == sizes[1]  # it has all but the first chunk of attention
         assert moved.counts == {api.Outcome.PENDING: 1, api.Outcome.PRESENT: 4}
+        # And so it does of the tokens that this node may have.
+        tokens_ = api.ModelTokens(model=QWEN.model, token_ids=PROMPT[: a.tokens])
+        by_tokens = await r.control.create_transfer(
+            api.TokenTransfer(target="c", source="a", tokens=tokens_, dry_run=True)
+        )
+        assert by_tokens.keys == moved.keys
+        body = {"node": "a", "tokens": tokens_.model_dump(), "dry_run": True}
+        prefetched = (await r.http.post("/v1/prefetches", json=body)).json()
+        assert (prefetched["source"], prefetched["bytes"]) == ("own", sizes[0])
         hits = "kvstrata_lookup_prefix_keys_total"
         assert f"{hits} {8.0 * 5}" in (await r.http.get("/metrics")).text
 
@@ -241,6 +250,29 @@ async def test_a_group_of_which_nobody_has_any(tmp_path: Path) -> None:
         for asked in (of_model(QWEN), api.LookupRequest(keys=[*keys[1], *keys[0]])):
             [node] = (await r.control.lookup(asked)).nodes
             assert (node.tokens, node.tiers["host"].found) == (0, 4)
+
+
+async def test_transfers_are_of_one_namespace_and_of_whole_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as r:
+        await join(r.control, "a")
+        other = a_namespace(dtype="fp8")
+        await r.control.report("a", a_report(of=(NAMESPACE, other)))
+
+        async def moved(asked: api.TokenLookup) -> api.TransferInfo:
+            transfer = api.TokenTransfer(target="a", tokens=asked.tokens, dry_run=True)
+            return await r.control.create_transfer(transfer)
+
+        with pytest.raises(Malformed, match=NAMESPACE.digest.hex()):
+            await moved(by_model())
+        info = await moved(by_digest(other))
+        assert [key.key for key in info.keys] == hexes(other, *range(5))
+        with pytest.raises(Malformed, match="every 8 of them"):
+            await moved(by_digest(other, TOKENS[:7]))
+        monkeypatch.setattr(api, "MAX_KEYS", 4)
+        with pytest.raises(Malformed, match="need 5 keys"):
+            await moved(by_digest(other))
 
 
 async def packed(r: Running, asked: Any, status: int = 200) -> api.LookupReply:

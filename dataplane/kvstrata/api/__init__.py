@@ -59,22 +59,19 @@ from kvstrata.api.nodes import (
     StoreRef,
 )
 from kvstrata.api.placements import (
-    MAX_TOKENS,
     Change,
     Lookup,
     LookupReply,
     LookupRequest,
-    ModelTokens,
     NamespaceInfo,
     NamespaceList,
-    NamespaceTokens,
     NodePlacement,
-    Prompt,
     Report,
     ReportReply,
     Tally,
     TokenLookup,
 )
+from kvstrata.api.prompts import MAX_TOKENS, ModelTokens, NamespaceTokens, Prompt
 from kvstrata.api.quotas import (
     QuotaInfo,
     QuotaList,
@@ -86,7 +83,11 @@ from kvstrata.api.quotas import (
 from kvstrata.api.transfers import (
     KeyOutcome,
     Outcome,
+    Prefetch,
     PrefetchRequest,
+    TokenPrefetch,
+    TokenTransfer,
+    Transfer,
     TransferInfo,
     TransferList,
     TransferRequest,
@@ -149,6 +150,7 @@ __all__ = [
     "OfNamespaces",
     "OrderReply",
     "Outcome",
+    "Prefetch",
     "PrefetchRequest",
     "Problem",
     "Progress",
@@ -167,6 +169,9 @@ __all__ = [
     "TaskHealth",
     "TenantUse",
     "TokenLookup",
+    "TokenPrefetch",
+    "TokenTransfer",
+    "Transfer",
     "TransferInfo",
     "TransferList",
     "TransferRequest",

@@ -5,14 +5,19 @@ from __future__ import annotations
 import enum
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from kvstrata.api.base import MAX_INT, MAX_KEYS, NUMBER, Answer, Flag, HexKey, Name, Request
+from kvstrata.api.prompts import Prompt, told_by
 
 __all__ = [
     "KeyOutcome",
     "Outcome",
+    "Prefetch",
     "PrefetchRequest",
+    "TokenPrefetch",
+    "TokenTransfer",
+    "Transfer",
     "TransferInfo",
     "TransferList",
     "TransferRequest",
@@ -95,6 +100,47 @@ class PrefetchRequest(Request):
     hold: Annotated[float, Field(ge=0, le=3600), NUMBER] = 60.0
     byte_budget: Annotated[int, Field(gt=0, le=MAX_INT), NUMBER] | None = None
     dry_run: Flag = False
+
+
+class TokenTransfer(Request):
+    """POST /v1/transfers, by token ids: what an engine needs to go on after them, as far as chunks
+    of all groups end there. So give as many as `tokens` of a lookup says. The server hashes them
+    for one namespace: name it by its digest where a model has several.
+
+    The rest is as in `TransferRequest`.
+    """
+
+    target: Name
+    tokens: Prompt
+    source: Name = "any"
+    priority: Annotated[int, Field(ge=0, le=9), NUMBER] = 5
+    deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0
+    hold: Annotated[float, Field(ge=0, le=3600), NUMBER] = 60.0
+    byte_budget: Annotated[int, Field(gt=0, le=MAX_INT), NUMBER] | None = None
+    free_only: Flag = False
+    dry_run: Flag = False
+
+
+class TokenPrefetch(Request):
+    """POST /v1/prefetches, by token ids, which are as in `TokenTransfer`."""
+
+    node: Name
+    tokens: Prompt
+    priority: Annotated[int, Field(ge=0, le=9), NUMBER] = 5
+    deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0
+    hold: Annotated[float, Field(ge=0, le=3600), NUMBER] = 60.0
+    byte_budget: Annotated[int, Field(gt=0, le=MAX_INT), NUMBER] | None = None
+    dry_run: Flag = False
+
+
+Transfer = Annotated[
+    Annotated[TokenTransfer, Tag("tokens")] | Annotated[TransferRequest, Tag("keys")],
+    told_by("tokens", "tokens", "keys"),
+]
+Prefetch = Annotated[
+    Annotated[TokenPrefetch, Tag("tokens")] | Annotated[PrefetchRequest, Tag("keys")],
+    told_by("tokens", "tokens", "keys"),
+]
 
 
 class KeyOutcome(Answer):

@@ -21,7 +21,7 @@ router = APIRouter(prefix="/v1/prefetches", tags=["transfers"])
     openapi_extra=example("create_prefetch", 202),
 )
 async def create_prefetch(
-    request: api.PrefetchRequest,
+    request: api.Prefetch,
     response: Response,
     state: State,
     who: Who,
@@ -29,7 +29,6 @@ async def create_prefetch(
 ) -> api.TransferInfo:
     """Ask a node to promote chunks from its own disks and stores into host memory, and to hold
     them there. It is a transfer whose source is `own`: read or cancel it as one."""
-    asked = api.TransferRequest(
-        source="own", target=request.node, **request.model_dump(exclude={"node"})
-    )
+    kind = api.TransferRequest if isinstance(request, api.PrefetchRequest) else api.TokenTransfer
+    asked = kind(source="own", target=request.node, **request.model_dump(exclude={"node"}))
     return await transfers.create_transfer(asked, response, state, who, idempotency_key)

@@ -16,6 +16,7 @@ from kvstrata_server.examples import example
 from kvstrata_server.examples.world import TRANSFER
 from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
+from kvstrata_server.prompts import needed_keys
 from kvstrata_server.roles import Identity
 from kvstrata_server.routes.parameters import PLANNED, After, IdempotencyKey, Limit, State, Who
 from kvstrata_server.routes.sse import NOTHING_NEW, SILENCE, STREAM, EventStream, Standing, event
@@ -33,14 +34,18 @@ TransferId = Annotated[str, Path(max_length=64, examples=[TRANSFER])]
     openapi_extra=example("create_transfer", 202),
 )
 async def create_transfer(
-    request: api.TransferRequest,
+    request: api.Transfer,
     response: Response,
     state: State,
     who: Who,
     idempotency_key: IdempotencyKey = None,
 ) -> api.TransferInfo:
     """Ask a node to fetch chunks from others. The answer is the transfer, accepted and kept; read
-    it again for its outcome per key. Keys that nobody holds are outcomes, not errors."""
+    it again for its outcome per key. Keys that nobody holds are outcomes, not errors. Of token ids
+    it is what an engine needs to go on after them: of a window the last chunks, of states one."""
+    if isinstance(request, api.TokenTransfer):
+        keys = await needed_keys(state.namespaces, who, state.settings.hash_seeds, request.tokens)
+        request = api.TransferRequest(keys=keys, **request.model_dump(exclude={"tokens"}))
     if who.tenants is not None:
         state.namespaces.require_visible(keys_of(request.keys), who)
         # What others named their requests is none of theirs to find out.
