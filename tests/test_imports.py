@@ -30,6 +30,7 @@ FLOORS = {
     "kvstrata.config": 1,
     "kvstrata.region": 1,
     "kvstrata.numa": 1,
+    "kvstrata.standard_input": 1,
     "kvstrata.backoff": 1,
     "kvstrata.transports": 1,
     "kvstrata.layout": 2,

@@ -408,3 +408,5 @@ class ServerSettings(_Settings):
     """Certificate chain, PEM: serve HTTPS. Needs `tls_key`."""
     tls_key: Path | None = None
     """Private key of the certificate, PEM."""
+    exit_with_stdin: bool = False
+    """End when standard input closes, and so with the process that started this one."""

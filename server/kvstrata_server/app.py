@@ -21,6 +21,7 @@ from kvstrata.addresses import split_address
 from kvstrata.cli.flags import settings_from
 from kvstrata.config import ServerSettings
 from kvstrata.errors import ConfigError
+from kvstrata.standard_input import at_end_of_stdin
 from kvstrata_server import openapi, problems
 from kvstrata_server.auth import Gate, authorize
 from kvstrata_server.body_limit import BodyLimit
@@ -106,7 +107,8 @@ def create_app(settings: ServerSettings, clock: Clock | None = None) -> FastAPI:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`kvstrata server`: serve until SIGTERM or SIGINT. Prints its address when it is ready."""
+    """`kvstrata server`: serve until SIGTERM, SIGINT or (`exit_with_stdin`) the end of standard
+    input. Prints its address when it is ready."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
@@ -122,25 +124,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _serve(app: FastAPI, listener: socket.socket) -> None:
     state: ControlState = app.state.control
+    server = _Server(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            ws="none",
+            timeout_graceful_shutdown=_GRACE,
+            ssl_certfile=state.settings.tls_cert,
+            ssl_keyfile=state.settings.tls_key,
+        ),
+        on_shutdown=state.end_waits,
+    )
+    if state.settings.exit_with_stdin:
+        at_end_of_stdin(asyncio.get_running_loop(), server.end)
     # Opened here rather than by uvicorn's lifespan, whose failures end the process without a word
     # of what to change.
     async with app.router.lifespan_context(app):
         # What is loaded now stays: the collector need not walk it over and over.
         gc.collect()
         gc.freeze()
-        server = _Server(
-            uvicorn.Config(
-                app,
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                ws="none",
-                timeout_graceful_shutdown=_GRACE,
-                ssl_certfile=state.settings.tls_cert,
-                ssl_keyfile=state.settings.tls_key,
-            ),
-            on_shutdown=state.end_waits,
-        )
         await server.serve(sockets=[listener])
 
 
@@ -164,6 +168,10 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, on_shutdown: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_shutdown = on_shutdown
+
+    def end(self) -> None:
+        """As a signal does."""
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

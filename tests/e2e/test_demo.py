@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -110,18 +111,26 @@ def test_interrupted_it_ends_what_it_started(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_killed_its_nodes_end_by_themselves(folder: Path) -> None:
+def test_killed_its_processes_end_by_themselves(folder: Path) -> None:
     demo = start(folder, *SMALL)
-    nodes = f"--socket={folder}/kvstrata-demo-"
-    assert until(lambda: len(mentioning(nodes)) == 2, 60), "it started no nodes"
-    servers = mentioning(f"--database=sqlite+aiosqlite:///{folder}/")
+    started: list[int] = []
+
+    def all_three() -> bool:
+        started[:] = {
+            *mentioning(f"--socket={folder}/kvstrata-demo-"),
+            *mentioning(f"--database=sqlite+aiosqlite:///{folder}/"),
+        }
+        return len(started) == 3
+
+    assert until(all_three, 60), "it started no server and two nodes"
     demo.kill()
     demo.communicate()
     try:
-        assert until(lambda: mentioning(nodes) == [], 30)
+        assert until(lambda: mentioning(str(folder)) == [], 30)
     finally:
-        for pid in servers:
-            os.kill(pid, signal.SIGKILL)
+        for pid in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_what_went_wrong_is_said(folder: Path) -> None:

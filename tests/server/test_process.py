@@ -98,6 +98,17 @@ async def test_ended_politely_it_writes_everything_and_wakes_long_polls(tmp_path
         assert second.end(signal.SIGINT) == 0
 
 
+def test_it_ends_with_its_standard_input(tmp_path):
+    command = [sys.executable, "-c", PROGRAM, "--listen", "127.0.0.1:0", "--exit-with-stdin"]
+    with subprocess.Popen(
+        [*command, "--database", database_url(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert "listening on" in process.stdout.readline()
+        process.stdin.close()
+        assert process.wait(20) == 0
+
+
 def test_a_port_in_use_is_said(tmp_path):
     with server(tmp_path) as first:
         listen = first.url.removeprefix("http://")

@@ -75,6 +75,7 @@ def open_cluster(folder: Path, capacity: dict[str, int]) -> Iterator[Cluster]:
                     "server",
                     "--listen=127.0.0.1:0",
                     f"--database=sqlite+aiosqlite:///{folder}/index.sqlite",
+                    "--exit-with-stdin",
                 ],
                 folder / "server.log",
                 {"KVSTRATA_SERVER_TOKEN": token},

@@ -4,15 +4,13 @@ input closes."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import signal
-import threading
 from collections.abc import Callable, Sequence
 
 from kvstrata.config import NodeSettings
 from kvstrata.node.process import Node
+from kvstrata.standard_input import at_end_of_stdin
 
 __all__ = ["run_node"]
 
@@ -32,7 +30,7 @@ async def run_node(
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     if settings.exit_with_stdin:
-        _watch_stdin(loop, stop)
+        at_end_of_stdin(loop, stop.set)
     node = Node(settings)
     # A start can take long, and must be stoppable.
     starting, stopping = asyncio.create_task(node.open()), asyncio.create_task(stop.wait())
@@ -54,15 +52,3 @@ async def run_node(
             await node.close()
     finally:
         ended(node.stuck)
-
-
-def _watch_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    def wait_for_end() -> None:
-        # Not through sys.stdin: its lock would be held at interpreter exit.
-        with contextlib.suppress(OSError):
-            while os.read(0, 4096):
-                pass
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(stop.set)
-
-    threading.Thread(target=wait_for_end, name="kvstrata-stdin", daemon=True).start()
