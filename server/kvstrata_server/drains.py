@@ -145,6 +145,7 @@ class Drains:
             targets=asked.targets,
         )
         self._adopt(drain)
+        await self._count(drain)
         self._write(drain)
         self._nudge(node_id)
         self._wake.set()

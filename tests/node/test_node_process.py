@@ -23,7 +23,7 @@ from kvstrata.errors import ConfigError, KVStrataError, LinkBroken
 from kvstrata.keys import Key
 from kvstrata.node.process import Node
 from kvstrata.node.pulls import Pulls
-from kvstrata.node.reported import Pull, PullSource
+from kvstrata.node.reported import Pull, PullSource, WriteBack, Written
 from kvstrata.testing.chunks import a_namespace
 from kvstrata.wire import State, StatusReply
 
@@ -275,6 +275,28 @@ async def test_a_pull_within_a_byte_budget(tmp_path: Path) -> None:
         pull = Pull("t", [NAMESPACE.document], keys, sources, time.monotonic() + 20, 1.0, 2 * PAGE)
         result = await b.pull(pull)
     assert [str(result.outcomes[k]) for k in keys] == ["stored", "stored", "no_room"]
+
+
+async def test_a_node_that_is_drained_takes_nothing_from_others_and_says_so(tmp_path: Path) -> None:
+    peers = PeerSettings(listen="tcp://127.0.0.1:0", transports=["tcp"])
+
+    def check(number: int) -> StatusReply:
+        with connect(tmp_path) as client:
+            write(client, number)
+            return client.status()
+
+    async with running(settings(tmp_path, peers=peers)) as node:
+        before = await asyncio.to_thread(check, 1)
+        node.draining = True
+        pull = Pull("t1", [NAMESPACE.document], [key(1)], [], time.monotonic() + 20, hold=30.0)
+        result = await node.pull(pull)
+        assert (str(result.outcomes[key(1)]), "drained" in result.detail) == ("no_room", True)
+        assert set(node.status(0).tasks) - set(before.tasks) == {"drain"}
+        written = Written()
+        await node.write_back(WriteBack("o", [key(1)], [node.store.guards[0].store_id]), written)
+        assert str(written.outcomes[key(1)]) in ("stored", "present")
+        node.draining = False
+        await asyncio.to_thread(check, 2)
 
 
 async def test_a_static_peer_is_asked_on_a_miss(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from kvstrata.api import DrainState, LeftReason, NodeState, Outcome
 from kvstrata.errors import Missing, PeerRefused
 from kvstrata_server import drains as drains_module
 from kvstrata_server import emptying as emptying_module
+from kvstrata_server import tokens
+from kvstrata_server.roles import Role
 
 S = DrainState
 ROOM = 64 * CHUNK_BYTES
@@ -145,6 +147,7 @@ async def test_what_only_it_holds_is_moved_to_others(place):
         made = await begin(r, deadline=300)
         assert (made.state, made.for_, made.deadline) == (S.DRAINING, "removal", r.clock() + 300)
         assert made.remaining == api.Amount(chunks=2, bytes=2 * CHUNK_BYTES)
+        assert [(left.why, left.chunks) for left in made.left] == [(LeftReason.WAITING, 2)]
         assert (await r.control.node("a")).drain is S.DRAINING
         assert (await r.control.node("b")).drain is None
         await settle(a)
@@ -662,3 +665,39 @@ async def test_a_transfer_of_it_takes_the_turn_of_one_tenant(place):
         await step(r)
         parts = [await node.pull(reports=False) for node in (b, c)]
         assert sorted(map(sorted, parts)) == sorted([sorted(mixed[1:3]), sorted(keys(0, 3))])
+
+
+async def test_who_may(tmp_path):
+    async with cluster(tmp_path, *PLAIN, token="root") as (r, *_):
+        may = {}
+        for role, scope in (
+            (Role.READ, {}),
+            (Role.ORCHESTRATE, {}),
+            (Role.NODE, {"node": "a"}),
+            (Role.READ, {"tenants": frozenset({"acme"})}),
+            (Role.ADMIN, {}),
+        ):
+            token = await tokens.create(
+                r.state.database, f"{role}{len(scope)}", role, now=r.clock(), **scope
+            )
+            await r.state.tokens.refresh()
+            headers = {"Authorization": f"Bearer {token}"}
+            order = {"incarnation": "i1"}
+            may[role, bool(scope)] = [
+                (await r.http.post("/v1/nodes/a/drain", headers=headers, json={})).is_success,
+                (await r.http.get("/v1/nodes/a/drain", headers=headers)).status_code != 403,
+                (await r.http.post("/v1/nodes/b/orders/x", headers=headers, json=order)).is_success,
+                (await r.http.delete("/v1/nodes/a/drain", headers=headers)).is_success,
+            ]
+        assert may == {
+            (Role.READ, False): [False, True, False, False],
+            (Role.ORCHESTRATE, False): [False, True, False, False],
+            (Role.NODE, True): [False, True, False, False],
+            (Role.READ, True): [False, False, False, False],
+            (Role.ADMIN, False): [True, True, True, True],
+        }
+        root = {"Authorization": "Bearer root"}
+        await r.state.writer.flushed(10)
+        audit = (await r.http.get("/v1/audit?limit=1000", headers=root)).json()["entries"]
+        done = [e["operation"] for e in audit if e["status"] < 300 and "drain" in e["operation"]]
+        assert done == ["create_drain", "cancel_drain"]
