@@ -23,6 +23,7 @@ from sqlalchemy.exc import (
     NoSuchModuleError,
     OperationalError,
 )
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from kvstrata.errors import ConfigError
@@ -185,7 +186,8 @@ class Database:
 
 def may_pass(error: Exception) -> bool:
     """Whether the database may take the same statement later: it is locked, full, away."""
-    if isinstance(error, OperationalError | InterfaceError | OSError | TimeoutError):
+    passing = OperationalError | InterfaceError | PoolTimeout | OSError | TimeoutError
+    if isinstance(error, passing):
         return True
     if isinstance(error, DBAPIError):
         state = getattr(error.orig, "sqlstate", None) or ""

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
 import msgspec
-from sqlalchemy.exc import DBAPIError
 
 from kvstrata import api
 from kvstrata.errors import Malformed
@@ -34,7 +33,7 @@ from kvstrata_server.changes import (
 )
 from kvstrata_server.clock import Clock
 from kvstrata_server.cluster import Cluster
-from kvstrata_server.database import Database, may_pass
+from kvstrata_server.database import Database
 from kvstrata_server.index import HOST
 from kvstrata_server.places import PlaceChange
 from kvstrata_server.writer import Writer
@@ -110,19 +109,14 @@ class Follower:
 
     async def catch_up(self, node_id: str, incarnation: str) -> None:
         """Before a node is told that it isn't known: it may have registered at another server a
-        moment ago, which has still to write that."""
+        moment ago, which has still to write that. Raises `Busy`."""
         for wait in _WAITS if self._database.shared else ():
             node = self._cluster.nodes.get(node_id)
             if node is not None and node.incarnation == incarnation and not node.gone:
                 return
             await asyncio.sleep(wait)
-            try:
-                while await self.read():
-                    pass
-            except (DBAPIError, OSError, TimeoutError) as e:
-                if not may_pass(e):
-                    raise
-                return
+            while await self.read():
+                pass
 
     async def _read(self) -> bool:
         now = asyncio.get_running_loop().time()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, func, or_, select
+from sqlalchemy import ColumnElement, and_, func, literal, or_, select, tuple_
 
 from kvstrata import api
 from kvstrata.api import Outcome, TransferState
@@ -19,6 +20,9 @@ __all__ = ["by_id", "by_idempotency_key", "page", "summary", "unended", "untold"
 # Longest that a request may ask a target to hold what it brought.
 _MOST_HOLD = 3600.0
 _IDS = 500  # in one statement
+# Rows of one read: they are taken apart on the event loop.
+_CHUNKS = 5_000
+_PLACE = tuple_(TransferChunkRow.transfer_id, TransferChunkRow.position)
 _UNENDED = [state.value for state in TransferState if not state.ended]
 
 
@@ -107,21 +111,30 @@ async def _summaries(database: Database, rows: Sequence[Any]) -> list[api.Transf
 async def _whole(database: Database, condition: Any) -> list[Transfer]:
     rows = await database.rows(select(TransferRow.__table__).where(condition))
     found = {row.id: _transfer(row) for row in rows}
-    ids = list(found)
+    ids = sorted(found)
     for start in range(0, len(ids), _IDS):
         # By id: the condition may be true no more, when another server ended one meanwhile.
-        chunks = (
-            select(TransferChunkRow.__table__)
-            .where(TransferChunkRow.transfer_id.in_(ids[start : start + _IDS]))
-            .order_by(TransferChunkRow.transfer_id, TransferChunkRow.position)
-        )
-        async for part in database.stream(chunks):
+        of = TransferChunkRow.transfer_id.in_(ids[start : start + _IDS])
+        # Not from the beginning of the table, if it should be gone through in order.
+        after = (ids[start], -1)
+        while True:
+            part = await database.rows(
+                select(TransferChunkRow.__table__)
+                .where(of, tuple_(*map(literal, after)) < _PLACE)
+                .order_by(TransferChunkRow.transfer_id, TransferChunkRow.position)
+                .limit(_CHUNKS)
+            )
             for chunk in part:
                 transfer = found[chunk.transfer_id]
                 transfer.keys.append(Key(chunk.key))
                 transfer.outcomes.append(Outcome(chunk.outcome))
                 transfer.sources.append(chunk.source)
-    return list(found.values())
+            if len(part) < _CHUNKS:
+                break
+            after = part[-1].transfer_id, part[-1].position
+            await asyncio.sleep(0)
+    # None that was forgotten meanwhile.
+    return [transfer for transfer in found.values() if transfer.keys]
 
 
 def _transfer(row: Any) -> Transfer:

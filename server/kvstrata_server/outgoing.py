@@ -129,6 +129,15 @@ class Outgoing:
         """The target knows that a transfer is over."""
         self._mailbox(node_id).notices.pop(transfer, None)
 
+    def forget_old(self) -> None:
+        """News whose time is over: of nodes that are away, or ask another server."""
+        now = self._clock()
+        for node_id, mailbox in list(self._mailboxes.items()):
+            mailbox.notices = {t: n for t, n in mailbox.notices.items() if n.until >= now}
+            idle = not (mailbox.notices or mailbox.transfers)
+            if idle and node_id not in self._cluster.nodes:
+                del self._mailboxes[node_id]
+
     def wake(self, node_id: str) -> None:
         """There is something for this node to do."""
         self._mailbox(node_id).wake.set()

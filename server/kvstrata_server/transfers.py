@@ -367,6 +367,7 @@ class Scheduler:
 
     def forget_old(self) -> None:
         self._unended.forget_old()
+        self._outgoing.forget_old()
         self._writer.put(ForgetTransfers(self._clock() - self._retention))
 
     def close(self) -> None:

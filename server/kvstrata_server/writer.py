@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import SQLAlchemyError
 
 from kvstrata.backoff import Backoff
 from kvstrata.errors import Busy
@@ -112,7 +112,7 @@ class Writer:
             try:
                 async with asyncio.timeout(self._batch_seconds):
                     await self.write_batch()
-            except (DBAPIError, OSError, TimeoutError) as e:
+            except (SQLAlchemyError, OSError, TimeoutError) as e:
                 if not may_pass(e):
                     raise
                 self.problem = str(getattr(e, "orig", e)) or "it does not answer"

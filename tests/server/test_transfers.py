@@ -145,6 +145,21 @@ async def test_many_that_are_over_are_told_in_parts(tmp_path):
         assert {t for part in told for t in part} == {each.id for each in made}
 
 
+async def test_who_is_never_told_that_it_is_over_costs_nothing_for_ever(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = await ask(r, 0)
+        await poll(r)
+        await r.control.cancel_transfer(made.id)
+        (mailbox,) = (m for m in r.state.transfers._outgoing._mailboxes.values() if m.notices)
+        r.clock.advance(299)
+        r.state.transfers.forget_old()
+        assert set(mailbox.notices) == {made.id}
+        r.clock.advance(2)
+        r.state.transfers.forget_old()
+        assert mailbox.notices == {}
+
+
 async def test_the_deadline_ends_it_and_the_target_hears(tmp_path):
     async with running(tmp_path) as r:
         await pair(r)
@@ -226,6 +241,20 @@ async def test_a_caller_that_hung_up_gets_no_command(tmp_path):
         batch = await r.state.transfers.commands("b", "i1", 0, hung_up)
         assert batch.commands == []
         assert [c.transfer for c in await poll(r)] == [made.id]
+
+
+async def test_all_keys_of_many_come_back_from_sql(place, monkeypatch):
+    monkeypatch.setattr(records.history, "_CHUNKS", 4)
+    monkeypatch.setattr(records.history, "_IDS", 2)
+    async with running(place) as r:
+        await pair(r)
+        asked = [keys(*range(n, 2 * n + 1)) for n in range(7)]
+        made = [
+            await r.control.create_transfer(api.TransferRequest(target="b", keys=each))
+            for each in asked
+        ]
+        loaded = {t.id: t for t in await records.history.unended(r.state.database)}
+        assert [[k.hex() for k in loaded[m.id].keys] for m in made] == asked
 
 
 async def test_urgent_transfers_are_handed_out_first(tmp_path):

@@ -171,3 +171,23 @@ async def test_hits_add_up_and_old_prefixes_are_forgotten(place):
         await writer.flushed(5)
         rows = await database.rows(select(HotPrefixRow.hits, HotPrefixRow.nodes))
         assert [tuple(row) for row in rows] == [(6, 4)]
+
+
+async def test_a_pool_without_a_connection_left_drops_nothing(tmp_path):
+    database = Database(database_url(tmp_path))
+    await database.migrate()
+    database.engine.pool._timeout = 0.05
+    writer = Writer(database)
+    held = [await database.engine.connect() for _ in range(15)]
+    task = asyncio.create_task(writer.run())
+    writer.put(put_node("a"))
+    async with asyncio.timeout(10):
+        while not writer.problem:  # noqa: ASYNC110 - told by nobody
+            await asyncio.sleep(0.01)
+    for connection in held:
+        await connection.close()
+    await writer.flushed(10)
+    assert (writer.dropped, writer.problem) == (0, "")
+    assert await database.rows(select(NodeRow.id)) == [("a",)]
+    task.cancel()
+    await database.close()
