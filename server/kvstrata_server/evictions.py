@@ -26,7 +26,8 @@ from sqlalchemy import select
 
 from kvstrata import api
 from kvstrata.api import EvictionState
-from kvstrata.errors import Busy, Missing
+from kvstrata.api.evictions import MAX_NODES
+from kvstrata.errors import Busy, Malformed, Missing
 from kvstrata_server import eviction as stored
 from kvstrata_server.changes import EvictionAnswered, EvictionEnded, EvictionMade, WorkEntry
 from kvstrata_server.clock import Clock
@@ -51,6 +52,8 @@ __all__ = ["Evictions", "Shed"]
 _MOST_ACTIVE = 1000
 _MOST_KEYS = 4_000_000
 _MOST_KEYS_PER_POLL = api.MAX_KEYS
+_MOST_NODES_PER_PAGE = 20_000
+_PER_READ = 20
 _COMMIT_TIMEOUT = 10.0
 _REDELIVERY = 5.0
 # What was read from SQL may be older than an end that was heard of so long ago.
@@ -108,6 +111,11 @@ class Evictions:
             nodes = [node.id for node in self._cluster.up()]
         else:
             nodes = [self._cluster.require(node).id for node in dict.fromkeys(asked.nodes)]
+        if len(nodes) > MAX_NODES:
+            raise Malformed(
+                f"{len(nodes)} nodes are up, and one eviction asks at most {MAX_NODES}: name them "
+                "in `nodes`, in several requests"
+            )
         if not nodes:
             raise Missing("no node is up that could be asked")
         if len(self._active) >= _MOST_ACTIVE:
@@ -188,12 +196,21 @@ class Evictions:
         return _required(found[0] if found else None, eviction_id)
 
     async def page(self, after: str | None, limit: int) -> api.EvictionList:
-        """Oldest first."""
+        """Oldest first; fewer than `limit` where many nodes were asked."""
         self.expire()
         await self._writer.flushed(_COMMIT_TIMEOUT)
-        found = await read_infos(self._database, EvictionRow.id > (after or ""), limit + 1)
-        shown = found[:limit]
-        return api.EvictionList(evictions=shown, next=shown[-1].id if len(found) > limit else None)
+        shown: list[api.EvictionInfo] = []
+        nodes, start = 0, after or ""
+        while True:
+            part = await read_infos(self._database, EvictionRow.id > start, _PER_READ)
+            for info in part:
+                nodes += len(info.nodes)
+                if len(shown) == limit or (shown and nodes > _MOST_NODES_PER_PAGE):
+                    return api.EvictionList(evictions=shown, next=shown[-1].id)
+                shown.append(info)
+            if len(part) < _PER_READ:
+                return api.EvictionList(evictions=shown)
+            start = part[-1].id
 
     def commands(self, node: Node) -> list[api.Command]:
         """What this node should drop and was not told of lately."""

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from kvstrata.errors import Busy
@@ -70,7 +70,7 @@ class Reads:
             _cancel(task)
         try:
             return task.result()
-        except (DBAPIError, OSError, TimeoutError) as e:
+        except (SQLAlchemyError, OSError, TimeoutError) as e:
             if not self._may_pass(e):
                 raise
             raise Busy("the database can't be read at the moment: see /healthz") from e

@@ -6,7 +6,7 @@ from server_kit import DOCUMENT, NAMESPACE, join, keys, report, running
 
 from kvstrata import api
 from kvstrata.api import EvictionState
-from kvstrata.errors import Busy, Expired, Missing, PeerRefused
+from kvstrata.errors import Busy, Expired, Malformed, Missing, PeerRefused
 from kvstrata_server import evictions
 
 S = EvictionState
@@ -247,3 +247,39 @@ async def test_a_long_poll_wakes(tmp_path):
         await asyncio.sleep(0)
         made = await ask(r, keys=keys(1))
         assert [c.transfer for c in (await poll).commands] == [made.id]
+
+
+async def test_pages_are_bounded_by_the_nodes_that_were_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(evictions, "_PER_READ", 3)
+    monkeypatch.setattr(evictions, "_MOST_NODES_PER_PAGE", 4)
+    async with running(tmp_path) as r:
+        await nodes(r, *"abcde")
+        asked = [["a"], ["b"], ["c"], ["d", "e"], list("abcde"), ["a"]]
+        made = [await ask(r, nodes=names, keys=keys(1)) for names in asked]
+        r.clock.advance(0.001)
+        ids = sorted(each.id for each in made)
+        by_id = {each.id: len(each.nodes) for each in made}
+
+        async def pages(limit):
+            after, found = None, []
+            while True:
+                page = await r.state.evictions.page(after, limit)
+                found.append([e.id for e in page.evictions])
+                if page.next is None:
+                    return found
+                after = page.next
+
+        for limit in (1, 2, 3, 100):
+            found = await pages(limit)
+            assert [id_ for page in found for id_ in page] == ids
+            assert all(len(page) <= limit for page in found)
+            assert all(len(page) == 1 or sum(by_id[i] for i in page) <= 4 for page in found)
+
+
+async def test_more_nodes_than_one_eviction_asks(tmp_path, monkeypatch):
+    monkeypatch.setattr(evictions, "MAX_NODES", 1)
+    async with running(tmp_path) as r:
+        await nodes(r, "a", "b")
+        with pytest.raises(Malformed, match="2 nodes are up, and one eviction asks at most 1"):
+            await ask(r, keys=keys(1))
+        assert (await ask(r, nodes=["b"], keys=keys(1))).state is S.RUNNING

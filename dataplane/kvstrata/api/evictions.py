@@ -36,6 +36,10 @@ class EvictionState(enum.StrEnum):
         return self is not EvictionState.RUNNING
 
 
+MAX_NODES = 2_000
+"""Most nodes that one eviction asks: each of their answers is in it."""
+
+
 class OfKeys(Request):
     """Just these chunks."""
 
@@ -65,7 +69,7 @@ class EvictionRequest(Request):
     """
 
     chunks: OfKeys | OfNamespaces | OfModel
-    nodes: Annotated[list[Name], Field(min_length=1, max_length=10_000)] | None = None
+    nodes: Annotated[list[Name], Field(min_length=1, max_length=MAX_NODES)] | None = None
     tiers: Annotated[list[Name], Field(min_length=1, max_length=64)] | None = None
     deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0
 
