@@ -7,9 +7,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -75,7 +78,7 @@ class Reading:
     wrong: frozenset[int]
 
 
-def seldom(condition: Callable[[], T], seconds: float = 40.0) -> T:
+def seldom(condition: Callable[[], T], seconds: float = 60.0) -> T:
     """`eventually` for a busy machine: what it waits for is not asked all the time."""
     last = 0.0
 
@@ -133,6 +136,26 @@ class KilledCluster(Cluster):
         self.control = SyncControlPlane(",".join(self.urls.values()), TOKEN)
         self.outages: list[Outage] = []
         self.promised: set[int] = set()
+
+    def start(self, name: str) -> None:
+        tokens = {"KVSTRATA_SERVER_TOKEN": TOKEN, "KVSTRATA_NODE_CONTROL__TOKEN": TOKEN}
+        tokens["KVSTRATA_SERVER_HEARTBEAT_TTL"] = "3s"
+        with (self.folder / f"{name}.log").open("a") as log:
+            self.children[name] = subprocess.Popen(
+                [sys.executable, "-m", "kvstrata", *self.commands[name]],
+                env=os.environ | tokens,
+                stdout=log,
+                stderr=log,
+            )
+
+    def complaints(self) -> list[str]:
+        """What is logged as an error: nothing that a neighbour's death may lead to."""
+        return [
+            f"{path.stem}: {line}"
+            for path in self.folder.glob("*.log")
+            for line in path.read_text().splitlines()
+            if " ERROR " in line
+        ]
 
     # ------------------------------------------------------------ dying and coming back
 

@@ -173,6 +173,7 @@ async def check(cluster: KilledCluster, transfers: int, victims: Sequence[str]) 
         assert unmoved(told, cluster) == []
         assert await misread(cluster) == []
         cluster.stop()
+        assert cluster.complaints() == []
         assert cluster.regions() == []
 
 

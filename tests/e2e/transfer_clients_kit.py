@@ -124,7 +124,7 @@ class Orchestrators:
                 try:
                     return await ask(self._controls[self._next % len(self._controls)])
                 except (LinkBroken, Busy):
-                    await asyncio.sleep(random.uniform(0.1, 0.4))
+                    await asyncio.sleep(random.uniform(0.3, 0.8))
 
     async def create(self, plan: Plan) -> TransferInfo:
         return await self.call(lambda c: c.create_transfer(plan.request, plan.name))
@@ -147,7 +147,7 @@ class Orchestrators:
             await self.call(lambda c: c.cancel_transfer(asked.id))
 
     async def _ended(self, asked: Asked) -> TransferInfo | None:
-        pause = 0.15
+        pause = 0.3
         until = time.time() + asked.plan.request.deadline + _PATIENCE
         while time.time() < until:
             if asked.plan.follows:

@@ -14,8 +14,9 @@ from kvstrata.keys import Key
 __all__ = ["faults"]
 
 _HERE = (Outcome.STORED, Outcome.PRESENT)
-# How long after its deadline a transfer may end, while a server is there to end it.
-_ALLOWANCE = 1.0
+# How long after its deadline a transfer may end, in seconds, while a server is there to end it: it
+# looks four times a second, on a machine that may have much else to do.
+_ALLOWANCE = 5.0
 
 
 def faults(
@@ -168,7 +169,8 @@ class _Truth:
         if reading.wrong:
             yield f"wrong bytes of {sorted(reading.wrong)}"
         here = {NUMBERS[Key(bytes.fromhex(k.key))] for k in info.keys if k.outcome in _HERE}
-        held = reading.at < info.ended + self.request.hold - 0.1
+        # A roomy target loses nothing but by its death.
+        held = info.target != "t2" or reading.at < info.ended + self.request.hold - 0.1
         died = self.cluster.disturbed([info.target], info.ended, reading.at)
         if held and not died and not here <= reading.here:
             yield f"{sorted(here - reading.here)} are not here, and should be held"
