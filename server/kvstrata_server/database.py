@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 _STREAM_ROWS = 10_000
 _SCAN_ROWS = 50_000
-_READ_SECONDS = 5.0
+_READ_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
 # Any number that nothing else in the database locks: "kvstrata" in ASCII.
 _LOCK = text("SELECT pg_advisory_xact_lock(7743121206571627617)")
@@ -85,7 +85,7 @@ class Database:
         """Whether other servers may use it at the same time."""
         self._reads = Reads(self.engine, may_pass, statement_timeout=self.shared)
         self.read_seconds = _READ_SECONDS
-        """How long a read may take."""
+        """How long a read may take. Whom somebody waits for, has less patience."""
         if not self.shared:
             event.listen(
                 self.engine.sync_engine, "connect", partial(_set_pragmas, int(busy_timeout * 1000))

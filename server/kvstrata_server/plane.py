@@ -11,7 +11,7 @@ from starlette.requests import Request
 from kvstrata import api
 from kvstrata.addresses import is_loopback, split_address
 from kvstrata.config import ServerSettings
-from kvstrata.errors import ConfigError
+from kvstrata.errors import Busy, ConfigError
 from kvstrata.node.supervisor import Supervisor
 from kvstrata_server.admission import Admission
 from kvstrata_server.audit import ForgetAudit
@@ -46,6 +46,7 @@ __all__ = ["ControlState", "state_of"]
 _SWEEP_INTERVAL = 0.25
 _FORGET_INTERVAL = 60.0
 _FLUSH_TIMEOUT = 10.0
+_READ_SECONDS = 5.0
 _NODE_RETENTION = 7 * 86400.0
 """Nodes away for longer are forgotten."""
 
@@ -146,9 +147,12 @@ class ControlState:
             self._check_exposure()
             await self.quotas.load()
             await self.load()
-        except BaseException:
+        except BaseException as e:
             await self.database.close()
+            if isinstance(e, Busy):
+                raise ConfigError(f"server.database {self.database.shown}: {e}") from e
             raise
+        self.database.read_seconds = _READ_SECONDS
         self._tasks.start("writer", self.writer.run)
         self._tasks.start("sweep", self._sweep)
         self._tasks.start("tokens", self.tokens.run)

@@ -15,8 +15,10 @@ from server_kit import running
 from sqlalchemy import make_url, select, text
 
 from kvstrata import api
-from kvstrata.errors import Busy
+from kvstrata.config import ServerSettings
+from kvstrata.errors import Busy, ConfigError
 from kvstrata.testing.waiting import until
+from kvstrata_server.app import create_app
 from kvstrata_server.database import Database
 from kvstrata_server.models import NodeRow, TransferRow
 from kvstrata_server.writer import Writer
@@ -200,6 +202,14 @@ async def test_sqlite_that_somebody_keeps_to_himself(tmp_path: Path) -> None:
         assert took < 8
         assert [type(each) for each in found] == [Busy] * 20
         other.close()
+
+
+async def test_a_server_that_can_not_read_at_its_start_says_so(postgres_address: str) -> None:
+    app = create_app(ServerSettings(database=postgres_address))
+    app.state.control.database.read_seconds = SOON
+    async with locked(postgres_address):
+        with pytest.raises(ConfigError, match=r"did not answer within|can't be read"):
+            await app.state.control.open()
 
 
 @pytest.mark.parametrize("path", PATHS)
