@@ -112,11 +112,16 @@ async def test_what_the_server_does_not_want_any_more_is_stopped(parts, how):
 
 
 async def test_a_result_that_is_refused_is_let_go(parts, caplog):
-    _, server, puller = parts
+    node, server, puller = parts
     await puller.handle([PULL])
     server.failures = [Missing("no such transfer")]
     await until(lambda: "refused" in caplog.text)
     assert len(server.finals) == 1
+    assert node.released == ["t1"]  # by nobody else: the server doesn't know it
+    await puller.handle([PULL])
+    await until(lambda: len(server.finals) == 2)
+    assert len(node.pulls) == 2
+    assert node.released == ["t1"]
 
 
 async def test_closing_stops_what_runs(parts):

@@ -113,10 +113,12 @@ class Puller:
             except (Busy, LinkBroken) as e:
                 if self._clock() > until:
                     _log.warning("gave up posting transfer %s: %s", final.transfer, e)
+                    self._forget(final.transfer)
                     return
                 await self._sleep(backoff.next())
             except KVStrataError as e:
                 _log.warning("the result of transfer %s is refused: %s", final.transfer, e)
+                self._forget(final.transfer)
                 return
             else:
                 self._heed(final.transfer, reply)
@@ -128,6 +130,7 @@ class Puller:
         except (Missing, PeerRefused) as e:
             _log.info("transfer %s is not wanted: %s", progress.transfer, e)
             self._cancel(progress.transfer)
+            self._forget(progress.transfer)
         else:
             if reply.state.ended:
                 self._cancel(progress.transfer)
@@ -138,6 +141,12 @@ class Puller:
         was waiting for us is lost with a server that dies."""
         if reply.state in (TransferState.CANCELLED, TransferState.EXPIRED):
             self._reported.release(transfer)
+
+    def _forget(self, transfer: str) -> None:
+        """Nobody is there to end its hold: a server that dies may have handed out what SQL had not
+        got. Should it be asked for after all, it is executed again."""
+        self._results.pop(transfer, None)
+        self._reported.release(transfer)
 
     def _cancel(self, transfer: str) -> None:
         task = self._running.get(transfer)
