@@ -222,9 +222,10 @@ def what_is_refused(client: AuthenticatedClient, url: str) -> None:
     twice = create_transfer.sync(client=client, body=other, idempotency_key="once")
     assert isinstance(twice, Problem)
     assert (twice.status, twice.code) == (409, "conflict")
-    wrong = create_transfer.sync(client=client, body=TransferRequest(target="b", keys=["zz"]))
+    report = Report(incarnation=LIFE, seq=1, changes=[Change("host", added=["zz"])])
+    wrong = post_report.sync("a", client=client, body=report)
     assert isinstance(wrong, Problem)
-    assert wrong.errors[0].loc == ["body", "keys", 0]
+    assert wrong.errors[0].loc == ["body", "changes", 0, "added", 0]
 
 
 def main(url: str, token: str) -> None:

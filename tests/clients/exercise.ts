@@ -164,8 +164,12 @@ async function whatIsRefused(): Promise<void> {
   const params = { header: { "idempotency-key": "once" } };
   const twice = await client.POST("/v1/transfers", { params, body: { target: "a", keys } });
   assert.equal(problem(twice).code, "conflict");
-  const wrong = problem(await client.POST("/v1/transfers", { body: { target: "b", keys: ["zz"] } }));
-  assert.deepEqual(wrong.errors[0]?.loc, ["body", "keys", 0]);
+  const report = { incarnation, seq: 1, changes: [{ location: "host", added: ["zz"] }] };
+  const wrong = await client.POST("/v1/nodes/{node_id}/reports", {
+    params: { path: { node_id: "a" } },
+    body: report,
+  });
+  assert.deepEqual(problem(wrong).errors[0]?.loc, ["body", "changes", 0, "added", 0]);
   // @ts-expect-error - a misspelt field is found before it is sent
   const misspelt = await client.POST("/v1/transfers", { body: { target: "b", kees: keys } });
   assert.equal(problem(misspelt).code, "malformed");

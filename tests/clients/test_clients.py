@@ -9,7 +9,7 @@ from clients_kit import ROOT, TOKEN, check, environment, generated, node, server
 HERE = ROOT / "tests" / "clients"
 PAGE = ROOT / "docs" / "clients.md"
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 
 
 def shown(language: str) -> str:
