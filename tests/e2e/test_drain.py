@@ -70,19 +70,35 @@ def takes(client: Client, number: int) -> bool:
 
 
 @pytest.mark.timeout(120)
-def test_a_node_goes_for_good_and_others_serve_all_it_had(cluster: Cluster) -> None:
+def test_a_node_starts_again_and_then_goes_for_good(cluster: Cluster) -> None:
     everything = range(0, 24)
-    with cluster.connect("a") as a, cluster.connect("b") as b:
-        write(a, range(0, 20))
+    with cluster.connect("a") as a:
+        write(a, everything)
         read(a, range(0, 8))  # used again, so these are on the disk as well
         eventually(lambda: stored(a, 8))
-        write(b, range(20, 24))
-        write(a, range(20, 24))
         eventually(lambda: cluster.reported("a", everything))
+        status, info = drain(cluster, "a", "--for", "restart", "--wait")
+        assert (status, info.may_stop, info.moved) == (0, True, {}), info
+        assert sum(info.stored.values()) == 16
+    cluster.kill("a")  # not even time to say goodbye
+    cluster.start("a")
+    with cluster.connect("a") as a, cluster.connect("b") as b:
+        eventually(lambda: cluster.reported("a", everything))
+        assert read(a, everything) == [payload(n) for n in everything]
+        assert takes(a, 99)
+        assert cluster.control.node("a").drain is None
+        assert cluster.control.drain_of("a").state is DrainState.DRAINED
+
+        # What only its memory and disk have goes to others.
+        write(b, range(20, 24))
+        write(a, range(24, 32))
+        a.drop(["host"], [key(n) for n in range(0, 12)])
+        everything = range(0, 32)
+        eventually(lambda: cluster.reported("a", everything))
+        eventually(lambda: cluster.reported("b", range(20, 24)))
         status, info = drain(cluster, "a", "--wait")
         assert (status, info.state, info.may_stop) == (0, DrainState.DRAINED, True), info
-        assert info.moved_bytes == 20 * PAGE
-        assert sum(info.moved.values()) == 20
+        assert (sum(info.moved.values()), info.moved_bytes) == (28, 28 * PAGE)
         assert read(a, everything) == [payload(n) for n in everything]  # it serves until it ends
         assert not takes(a, 99)
         assert takes(b, 99)
@@ -97,24 +113,6 @@ def test_a_node_goes_for_good_and_others_serve_all_it_had(cluster: Cluster) -> N
     eventually(lambda: cluster.control.get_transfer(moved.id).state.ended)
     with cluster.connect("b") as b:
         assert read(b, everything) == [payload(n) for n in everything]
-
-
-@pytest.mark.timeout(120)
-def test_a_node_starts_again_and_has_all_it_had(cluster: Cluster) -> None:
-    everything = range(0, 40)
-    with cluster.connect("a") as a:
-        write(a, everything)
-        eventually(lambda: cluster.reported("a", everything))
-        status, info = drain(cluster, "a", "--for", "restart", "--wait")
-        assert (status, info.may_stop, info.moved) == (0, True, {}), info
-        assert sum(info.stored.values()) == 40
-    cluster.kill("a")  # not even time to say goodbye
-    cluster.start("a")
-    with cluster.connect("a") as a:
-        assert read(a, everything) == [payload(n) for n in everything]
-        assert takes(a, 99)
-    eventually(lambda: cluster.control.node("a").drain is None)
-    assert cluster.control.drain_of("a").state is DrainState.DRAINED
 
 
 @pytest.mark.timeout(120)

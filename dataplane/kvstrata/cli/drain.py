@@ -9,7 +9,7 @@ from kvstrata.api import DrainInfo, DrainState
 from kvstrata.cli.cluster import add_server, checked, connect, seconds, show, size, table
 from kvstrata.cli.flags import Parser
 from kvstrata.control import SyncControlPlane
-from kvstrata.errors import Expired
+from kvstrata.errors import Busy, Expired, LinkBroken
 
 __all__ = ["main"]
 
@@ -76,7 +76,10 @@ def _ended(control: SyncControlPlane, info: DrainInfo) -> DrainInfo:
         if time.monotonic() > until:
             raise Expired(f"drain {began} goes on after its deadline: see /healthz of the server")
         time.sleep(_POLL)
-        info = control.drain_of(info.node)
+        try:
+            info = control.drain_of(info.node)
+        except (Busy, LinkBroken):  # a server that starts again goes on with it
+            continue
     return info
 
 
