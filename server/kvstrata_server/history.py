@@ -15,7 +15,7 @@ from kvstrata_server.database import Database
 from kvstrata_server.models import TransferChunkRow, TransferRow
 from kvstrata_server.transfer import Transfer
 
-__all__ = ["by_id", "by_idempotency_key", "page", "summary", "unended", "untold"]
+__all__ = ["by_id", "by_idempotency_key", "page", "standing", "summary", "unended", "untold"]
 
 # Longest that a request may ask a target to hold what it brought.
 _MOST_HOLD = 3600.0
@@ -58,6 +58,14 @@ async def by_id(database: Database, transfer_id: str) -> Transfer | None:
 async def by_idempotency_key(database: Database, key: str) -> Transfer | None:
     found = await _whole(database, TransferRow.idempotency_key == key)
     return found[0] if found else None
+
+
+async def standing(database: Database, transfer_id: str) -> tuple[str, TransferState] | None:
+    """Its target, and its state."""
+    rows = await database.rows(
+        select(TransferRow.target, TransferRow.state).where(TransferRow.id == transfer_id)
+    )
+    return (rows[0].target, TransferState(rows[0].state)) if rows else None
 
 
 async def summary(database: Database, transfer_id: str) -> api.TransferSummary | None:

@@ -54,7 +54,8 @@ def plan(
     elif source == OWN:
         candidates = []
     else:
-        candidates = [cluster.nodes[source]]
+        # Unless it was forgotten meanwhile, or this server has not read of it yet.
+        candidates = [cluster.nodes[source]] if source in cluster.nodes else []
     holders = cluster.index.holders(keys)
     reach = cluster.reach([*candidates, target])
     served: dict[Holders, dict[str, bool]] = {}

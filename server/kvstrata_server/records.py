@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 
 from kvstrata import api
+from kvstrata.api import TransferState
 from kvstrata.errors import Busy, Missing
 from kvstrata_server import history
 from kvstrata_server.database import Database
@@ -37,7 +38,10 @@ class Records:
         self._ended: dict[str, Transfer] = {}
         """Those that this server ended and SQL doesn't say so yet."""
         self._by_key: dict[str, Transfer] = {}
-        """By idempotency key those that SQL may not have yet, of a server that is alone."""
+        """By idempotency key those that this server was asked for and SQL may not have yet; of a
+        server that is alone, until they end."""
+        self._keys: dict[str, str] = {}
+        """Transfer -> its idempotency key, as long as that is in the other."""
 
     def put(self, transfer_id: str, write: Write) -> None:
         self._writer.put(write)
@@ -45,8 +49,9 @@ class Records:
 
     def begun(self, transfer: Transfer) -> None:
         """Before SQL has it, for who asks again."""
-        if self._alone and transfer.idempotency_key is not None:
+        if transfer.idempotency_key is not None:
             self._by_key[transfer.idempotency_key] = transfer
+            self._keys[transfer.id] = transfer.idempotency_key
 
     def ended(self, transfer: Transfer) -> None:
         """After its end was put."""
@@ -59,8 +64,36 @@ class Records:
             if self._writer.committed >= position:
                 del self._unwritten[transfer_id]
                 ended = self._ended.pop(transfer_id, None)
-                if ended is not None:
-                    self._by_key.pop(ended.idempotency_key or "", None)
+                if ended is not None or not self._alone:
+                    self._drop_key(transfer_id)
+
+    def _drop_key(self, transfer_id: str) -> None:
+        key = self._keys.pop(transfer_id, None)
+        if key is not None and self._by_key[key].id == transfer_id:
+            del self._by_key[key]
+
+    def is_sure(self, transfer: Transfer) -> bool:
+        """Whether SQL has it for its idempotency key: another server may have been first."""
+        return self._alone or transfer.id not in self._keys
+
+    async def settled(self, transfer: Transfer) -> Transfer:
+        """What SQL has for its idempotency key, when it was written: this, or what was first."""
+        self._drop_key(transfer.id)
+        found = await self.same_request(transfer.idempotency_key, transfer.request_digest)
+        if found is None:
+            raise Busy("the database did not keep this transfer: ask again; the log says why")
+        return found
+
+    async def standing(self, transfer_id: str) -> tuple[str, TransferState]:
+        """Its target, and its state. Raises `Missing`."""
+        known = self._unended.get(transfer_id) or self._ended.get(transfer_id)
+        await self.written(transfer_id)
+        if known is not None and self._alone:
+            return known.target, known.state
+        found = await history.standing(self._database, transfer_id)
+        if found is None:
+            raise _missing(transfer_id)
+        return found
 
     async def flushed(self) -> None:
         """Until SQL has all that was put. Raises `Busy` if it doesn't take it."""

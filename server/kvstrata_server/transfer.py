@@ -118,7 +118,8 @@ class Transfer:
         return api.TransferInfo(
             **dict(self.summary()),
             keys=[
-                api.KeyOutcome(key=key.hex(), outcome=outcome, source=source)
+                # Ours, so they need no check, which takes most of the time where they are many.
+                api.KeyOutcome.model_construct(key=key.hex(), outcome=outcome, source=source)
                 for key, outcome, source in zip(self.keys, self.outcomes, self.sources, strict=True)
             ],
             kv_transfer_params=self.hints.get("kv_transfer_params", {}),

@@ -38,6 +38,8 @@ __all__ = [
     "final_state",
 ]
 
+_MOST_FORGOTTEN = 200
+_MOST_CHUNKS_FORGOTTEN = 200_000
 _HERE = (Outcome.STORED.value, Outcome.PRESENT.value)
 
 
@@ -225,16 +227,31 @@ class ReleaseHold:
             await tell(connection, self.log_as, self.time, entry)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ForgetTransfers:
-    """Those that ended before a time; their chunks go with them."""
+    """Of those that ended before a time the oldest, and their chunks: a bounded number, since
+    nothing else is written meanwhile, and what takes too long would never be."""
 
     before: float
     rows: int = 1
+    more: bool = field(default=False, init=False)
+    """Whether others are left, once it was written."""
 
     async def apply(self, connection: AsyncConnection) -> None:
-        table = table_of(TransferRow)
-        await connection.execute(delete(table).where(table.c.ended < self.before))
+        transfers, chunks = table_of(TransferRow), table_of(TransferChunkRow)
+        old = await connection.scalars(
+            select(transfers.c.id)
+            .where(transfers.c.ended < self.before)
+            .order_by(transfers.c.ended)
+            .limit(_MOST_FORGOTTEN + 1)
+        )
+        ids, forgotten, gone = list(old), 0, 0
+        while forgotten < min(len(ids), _MOST_FORGOTTEN) and gone < _MOST_CHUNKS_FORGOTTEN:
+            mine = ids[forgotten]
+            found = await connection.execute(delete(chunks).where(chunks.c.transfer_id == mine))
+            await connection.execute(delete(transfers).where(transfers.c.id == mine))
+            forgotten, gone = forgotten + 1, gone + found.rowcount
+        self.more = forgotten < len(ids)
 
 
 async def _change(

@@ -109,6 +109,7 @@ class Scheduler:
         self._watchers = Watchers()
         self._unended = Unended(self._outgoing, clock)
         self._records = Records(database, writer, self._unended, alone=not log_as)
+        self._forgetting: ForgetTransfers | None = None
         self._creating = asyncio.Lock()
 
     def __contains__(self, transfer_id: str) -> bool:
@@ -159,27 +160,25 @@ class Scheduler:
                 self._writer.require_room()
                 write = transfer.row(self._log_as)
                 self._records.put(transfer.id, write)
+                self._records.begun(transfer)
                 if not self._log_as:
                     self._unended.add(transfer)
-                    self._records.begun(transfer)
+            sure = self._records.is_sure(transfer)
         # Accepted means that it outlives this process, for who asks again no less.
         await self._records.flushed()
-        if write is not None and self._log_as:
+        if self._log_as and (write is not None or not sure):
             transfer = await self._kept(transfer, write)
         return self._shown(transfer)
 
-    async def _kept(self, transfer: Transfer, write: PutTransfer) -> Transfer:
-        """This, or what another request with its key made first, here or at another server."""
-        if write.kept == transfer.id:
-            self._unended.add(transfer)
-            return transfer
-        found = await self._records.same_request(transfer.idempotency_key, transfer.request_digest)
-        if write.kept is None or found is None:
-            raise Busy("the database did not keep this transfer: ask again; the log says why")
-        return found
+    async def _kept(self, transfer: Transfer, write: PutTransfer | None) -> Transfer:
+        """This, or what another server was asked first with its key."""
+        if write is None or write.kept != transfer.id:
+            return await self._records.settled(transfer)
+        self._unended.add(transfer)
+        return transfer
 
     async def get(self, transfer_id: str) -> api.TransferInfo:
-        return self._shown(await self._find(transfer_id))
+        return self._shown(await self.find(transfer_id))
 
     def _shown(self, transfer: Transfer) -> api.TransferInfo:
         """With an estimate, where it has not begun."""
@@ -206,7 +205,7 @@ class Scheduler:
 
     async def held(self, transfer_id: str) -> tuple[api.TransferInfo, float]:
         """A transfer, and until when its target holds what it brought (0: not at all)."""
-        transfer = await self._find(transfer_id)
+        transfer = await self.find(transfer_id)
         return transfer.info(), transfer.holds_until
 
     async def page(self, after: str | None, limit: int) -> api.TransferList:
@@ -225,11 +224,11 @@ class Scheduler:
 
     async def cancel(self, transfer_id: str) -> api.TransferInfo:
         """One that has ended stays as it is, and its target is told to hold its chunks no more."""
-        transfer = await self._find(transfer_id)
+        transfer = await self.find(transfer_id)
         if not transfer.state.ended:
             self._end(transfer, TransferState.CANCELLED, "cancelled by request")
             # The same, or what SQL has: it may have ended at another server first.
-            transfer = await self._find(transfer_id)
+            transfer = await self.find(transfer_id)
             if transfer.state is TransferState.CANCELLED:
                 return transfer.info()
         until = transfer.holds_until
@@ -243,7 +242,8 @@ class Scheduler:
             await self._records.written(transfer_id)
         return transfer.info()
 
-    async def _find(self, transfer_id: str) -> Transfer:
+    async def find(self, transfer_id: str) -> Transfer:
+        """As it is told of (`records`). Raises `Missing`."""
         self.expire()
         return await self._records.find(transfer_id)
 
@@ -265,12 +265,17 @@ class Scheduler:
     async def progress(self, node_id: str, progress: api.Progress) -> api.ProgressReply:
         self._cluster.require_current(node_id, progress.incarnation)
         self.expire()
-        # What another server was asked for may not have been read here.
-        transfer = self._unended.get(progress.transfer) or await self._find(progress.transfer)
+        transfer = self._unended.get(progress.transfer)
+        if transfer is None:
+            target, state = await self._records.standing(progress.transfer)
+            if target == node_id and state.ended:
+                self._outgoing.answered(node_id, progress.transfer)
+                return api.ProgressReply(state=state)
+            # What another server was asked for may not have been read here.
+            transfer = await self.find(progress.transfer)
         if transfer.target != node_id:
             raise PeerRefused(f"transfer {transfer.id} is for {transfer.target!r}, not {node_id!r}")
         if transfer.state.ended:
-            self._outgoing.answered(node_id, transfer.id)
             return api.ProgressReply(state=transfer.state)
         self._unended.add(transfer)
         transfer.taken_by = progress.incarnation
@@ -364,11 +369,14 @@ class Scheduler:
     def sweep(self) -> None:
         """Let go of what SQL has by now."""
         self._records.sweep()
+        if self._forgetting is not None and self._forgetting.more:
+            self.forget_old()
 
     def forget_old(self) -> None:
         self._unended.forget_old()
         self._outgoing.forget_old()
-        self._writer.put(ForgetTransfers(self._clock() - self._retention))
+        self._forgetting = ForgetTransfers(self._clock() - self._retention)
+        self._writer.put(self._forgetting)
 
     def close(self) -> None:
         """End long polls and watches now; later ones don't wait."""

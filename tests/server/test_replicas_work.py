@@ -136,6 +136,29 @@ async def test_one_key_makes_one_transfer_however_many_are_asked(postgres_addres
         assert len(handed[0]) == 6
 
 
+async def test_a_retry_waits_for_what_it_repeats_and_is_not_held_against_a_quota(postgres_address):
+    async with two(postgres_address) as (first, second):
+        await pair(first, second)
+        asked_of = []
+
+        class Counting:
+            def budget(self, keys, byte_budget):
+                asked_of.append(keys)
+                return byte_budget
+
+            def admit(self, transfer, planned, byte_budget):
+                pass
+
+        create = first.state.transfers.create
+        both = await asyncio.gather(*(create(asked(0), "k", Counting()) for _ in range(3)))
+        assert len({made.id for made in both}) == len(asked_of) == 1
+        assert first.state.transfers.active == 1
+        await told(first, second)
+        first.state.transfers.sweep()
+        assert (await create(asked(0), "k", Counting())).id == both[0].id
+        assert not first.state.transfers._records._by_key
+
+
 async def test_a_retry_after_the_end_makes_no_second_one(postgres_address):
     async with two(postgres_address) as (first, second):
         await pair(first, second)

@@ -2,11 +2,12 @@ import asyncio
 
 import pytest
 from server_kit import CHUNK_BYTES, DOCUMENT, Running, host, join, keys, report, running, store
+from sqlalchemy import text
 
 from kvstrata import api
 from kvstrata.api import Outcome, TransferState
 from kvstrata.errors import Busy, Expired, Malformed, Missing, PeerRefused
-from kvstrata_server import records
+from kvstrata_server import history, records, transfer_writes
 from kvstrata_server import transfers as transfers_module
 
 S = TransferState
@@ -465,6 +466,45 @@ async def test_ended_transfers_are_forgotten_after_a_while(tmp_path):
         with pytest.raises(Missing):
             await r.control.get_transfer(made.id)
         assert (await ask(r, 0, idempotency_key="k")).id != made.id
+
+
+async def test_many_are_forgotten_in_parts(place, monkeypatch):
+    monkeypatch.setattr(transfer_writes, "_MOST_FORGOTTEN", 3)
+    monkeypatch.setattr(transfer_writes, "_MOST_CHUNKS_FORGOTTEN", 5)
+    async with running(place, transfer_retention=100) as r:
+        await pair(r)
+        made = [await ask(r, *range(n)) for n in (4, 4, 1, 1, 1, 1)]
+        for each in made:
+            await r.control.cancel_transfer(each.id)
+            r.clock.advance(0.01)
+        kept = await ask(r, 9)
+        r.clock.advance(101)
+        left = []
+        r.state.transfers.forget_old()
+        for _ in range(4):
+            await r.state.writer.flushed(5)
+            page = await history.page(r.state.database, None, 10)
+            left.append(len(page.transfers))
+            r.state.transfers.sweep()
+        assert left == [5, 2, 1, 1]
+        assert [t.id for t in page.transfers] == [kept.id]
+        chunks = await r.state.database.rows(text("SELECT count(*) FROM transfer_chunks"))
+        assert chunks[0][0] == 1
+
+
+async def test_a_source_that_was_forgotten_keeps_nobody_else_waiting(tmp_path):
+    async with running(tmp_path) as r:
+        await pair(r)
+        await join(r.control, "old")
+        lost = await ask(r, 0, source="old")
+        other = await ask(r, 0, source="a")
+        r.clock.advance(5)
+        use = api.HostUse(used_bytes=0, capacity_bytes=0, chunks=0)
+        for node in ("a", "b"):
+            await r.control.heartbeat(node, api.HeartbeatRequest(incarnation="i1", host=use))
+        assert r.state.cluster.forget_old(3) == ["old"]
+        commands = await poll(r)
+        assert {c.transfer: len(c.sources) for c in commands} == {lost.id: 0, other.id: 1}
 
 
 async def test_active_transfers_are_bounded(tmp_path, monkeypatch):

@@ -56,7 +56,7 @@ async def create_lease(
 )
 async def get_lease(lease_id: LeaseId, state: State, who: Who) -> api.LeaseInfo:
     """Whether it is held, until when, and which of its keys are."""
-    await transfers.get_transfer(lease_id, state, who)
+    await transfers.require_seen(lease_id, state, who)
     return await _lease(lease_id, state)
 
 
