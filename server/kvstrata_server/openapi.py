@@ -45,6 +45,11 @@ _TAGS = {
 }
 
 
+_PROBLEM = Problem(
+    title="Not here", status=404, detail="node 'gpu-12' never registered here", code="missing"
+)
+
+
 def document(app: FastAPI) -> dict[str, Any]:
     """OpenAPI 3.1 of this app."""
     made = get_openapi(
@@ -61,6 +66,7 @@ def document(app: FastAPI) -> dict[str, Any]:
     problem = Problem.model_json_schema(
         ref_template="#/components/schemas/{model}", mode="serialization"
     )
+    problem["examples"] = [_PROBLEM.model_dump(mode="json")]
     components.setdefault("schemas", {}).update(problem.pop("$defs"), Problem=problem)
     for operations in made["paths"].values():
         for operation in operations.values():

@@ -92,6 +92,14 @@ def test_examples_follow_their_schemas(document):
                 validator(document, parameter["schema"]).validate(shown)
 
 
+def test_examples_of_schemas_follow_them(document):
+    schemas = document["components"]["schemas"]
+    assert schemas["Problem"]["examples"]
+    for schema in schemas.values():
+        for shown in schema.get("examples", []):
+            validator(document, schema).validate(shown)
+
+
 def prepared(shown: Any, node: str = SOURCE, ids: dict[str, str] | None = None) -> Any:
     """An example with the ids that this server gave in place of those shown."""
     text = json.dumps(shown)
