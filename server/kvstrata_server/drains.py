@@ -34,10 +34,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from kvstrata import api
 from kvstrata.api import DrainState, LeftReason
-from kvstrata.errors import KVStrataError, Missing
+from kvstrata.errors import Busy, KVStrataError, Missing
 from kvstrata_server.clock import Clock
 from kvstrata_server.cluster import Cluster, Node
-from kvstrata_server.database import Database, may_pass
+from kvstrata_server.database import Database
 from kvstrata_server.drain import Drain, PutDrain, drain_of
 from kvstrata_server.emptying import Emptying
 from kvstrata_server.models import DrainRow
@@ -394,9 +394,7 @@ class Drains:
         self._refreshed = now
         try:
             found = {row.node: drain_of(row) for row in await self._rows(DrainRow.in_force)}
-        except Exception as e:
-            if not may_pass(e):
-                raise
+        except Busy:
             return  # they are as they were
         for node_id, drain in list(self._active.items()):
             written = self._put.get(drain.id)

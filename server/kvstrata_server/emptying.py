@@ -123,7 +123,7 @@ class Emptying:
         return shared + own if drain.purpose == "restart" else shared
 
     def _order(self, drain: Drain, keys: Sequence[Key], stores: Sequence[str]) -> None:
-        part, _ = self._part(keys, _PART_BYTES)
+        part, _ = self._part(keys)
         seconds = min(_ORDER_SECONDS, max(_AGAIN, drain.deadline - self._clock()))
         drain.order = Order(secrets.token_hex(8), part, stores, self._clock() + seconds)
         self._transfers.wake(drain.node)
@@ -219,7 +219,7 @@ class Emptying:
             # Of one tenant, since that is whose turn it takes.
             tenant = self._cluster.namespaces.tenant(left[0])
             same = [key for key in left if self._cluster.namespaces.tenant(key) == tenant]
-            part, size = self._part(same, min(free, _PART_BYTES))
+            part, size = self._part(same, free)
             if not part:
                 return  # the others have less
             try:
@@ -268,13 +268,16 @@ class Emptying:
                 found.append((free, node))
         return sorted(found, key=lambda each: (-each[0], each[1].id))
 
-    def _part(self, keys: Sequence[Key], most: int) -> tuple[list[Key], int]:
-        """As many from the first on as fit into `most` bytes, and their bytes."""
+    def _part(self, keys: Sequence[Key], free: int | None = None) -> tuple[list[Key], int]:
+        """As many from the first on as are not too much at once and fit into what is free, and
+        their bytes."""
         part: list[Key] = []
         size = 0
         for key in keys[:_PART_KEYS]:
             nbytes = max(1, self._cluster.namespaces.chunk_bytes(key))
-            if size + nbytes > most:
+            if (part and size + nbytes > _PART_BYTES) or (
+                free is not None and size + nbytes > free
+            ):
                 break
             part.append(key)
             size += nbytes

@@ -160,8 +160,8 @@ async def test_what_only_it_holds_is_moved_to_others(place):
         assert (info.left, info.remaining.chunks) == ([], 0)
 
 
-async def test_it_is_written_back_where_others_have_the_store(place):
-    async with cluster(place, *SHARING) as (r, a, b):
+async def test_it_is_written_back_where_others_have_the_store(tmp_path):
+    async with cluster(tmp_path, *SHARING) as (r, a, b):
         await a.report(host(keys(0, 1)), store("nfs", keys(1)))
         await begin(r)
         await settle(a)
@@ -173,8 +173,8 @@ async def test_it_is_written_back_where_others_have_the_store(place):
         assert (info.state, info.stored, info.moved) == (S.DRAINED, {"nfs": 1}, {})
 
 
-async def test_what_is_in_its_own_store_goes_too_when_it_goes_for_good(place):
-    async with cluster(place, *SHARING) as (r, a, _):
+async def test_what_is_in_its_own_store_goes_too_when_it_goes_for_good(tmp_path):
+    async with cluster(tmp_path, *SHARING) as (r, a, _):
         await a.report(host(keys(0)), store("sa", keys(0, 1)))
         await begin(r)
         await settle(a)
@@ -185,8 +185,8 @@ async def test_what_is_in_its_own_store_goes_too_when_it_goes_for_good(place):
         assert (await step(r)).state is S.DRAINED
 
 
-async def test_for_a_restart_its_own_stores_are_enough(place):
-    async with cluster(place, *SHARING) as (r, a, b):
+async def test_for_a_restart_its_own_stores_are_enough(tmp_path):
+    async with cluster(tmp_path, *SHARING) as (r, a, b):
         await a.report(host(keys(0, 1, 2)), store("sa", keys(1, 9)))
         made = await begin(r, for_="restart")
         assert (made.for_, made.remaining.chunks) == ("restart", 2)
@@ -199,8 +199,8 @@ async def test_for_a_restart_its_own_stores_are_enough(place):
         assert await b.told("pull") == []
 
 
-async def test_what_no_store_takes_is_moved(place):
-    async with cluster(place, *SHARING) as (r, a, b):
+async def test_what_no_store_takes_is_moved(tmp_path):
+    async with cluster(tmp_path, *SHARING) as (r, a, b):
         await a.report(host(keys(0)))
         await begin(r, for_="restart")
         await settle(a)
@@ -212,8 +212,8 @@ async def test_what_no_store_takes_is_moved(place):
         assert (await step(r)).state is S.DRAINED
 
 
-async def test_a_store_that_fails_is_tried_twice_and_one_that_says_nothing_given_up(place):
-    async with cluster(place, *SHARING) as (r, a, b):
+async def test_a_store_that_fails_is_tried_twice_and_one_that_says_nothing_given_up(tmp_path):
+    async with cluster(tmp_path, *SHARING) as (r, a, b):
         await a.report(host(keys(0)))
         await begin(r)
         await settle(a)
@@ -258,8 +258,8 @@ async def test_it_is_not_drained_before_the_node_has_said_all(place):
         assert (await step(r)).state is S.DRAINED
 
 
-async def test_a_node_that_never_says_so_makes_it_partial(place):
-    async with cluster(place, *PLAIN) as (r, a, _):
+async def test_a_node_that_never_says_so_makes_it_partial(tmp_path):
+    async with cluster(tmp_path, *PLAIN) as (r, a, _):
         await begin(r, deadline=5)
         await a.beat(settled=False)
         r.clock.advance(5)
@@ -268,7 +268,9 @@ async def test_a_node_that_never_says_so_makes_it_partial(place):
         assert "has not said that it takes no new chunks" in info.detail
 
 
-async def test_room_goes_to_the_most_free_first_and_nothing_is_promised_twice(place, monkeypatch):
+async def test_room_goes_to_the_most_free_first_and_nothing_is_promised_twice(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(emptying_module, "_PART_KEYS", 4)
     nodes = (
         ("a", {}),
@@ -277,7 +279,7 @@ async def test_room_goes_to_the_most_free_first_and_nothing_is_promised_twice(pl
         ("large", {"capacity": 10 * CHUNK_BYTES}),
         ("ill", {}),
     )
-    async with cluster(place, *nodes) as (r, a, full, small, large, ill):
+    async with cluster(tmp_path, *nodes) as (r, a, full, small, large, ill):
         full.used = full.capacity
         await full.beat()
         await ill.beat(healthy=False, detail="a disk")
@@ -329,8 +331,8 @@ async def test_no_room_anywhere_is_partial_and_says_what_to_do(place):
         assert (await step(r)).state is S.DRAINED
 
 
-async def test_a_target_that_says_no_room_is_left_alone_for_a_while(place):
-    async with cluster(place, *PLAIN) as (r, a, b):
+async def test_a_target_that_says_no_room_is_left_alone_for_a_while(tmp_path):
+    async with cluster(tmp_path, *PLAIN) as (r, a, b):
         await a.report(host(keys(0)))
         await begin(r)
         await settle(a)
@@ -346,8 +348,8 @@ async def test_a_target_that_says_no_room_is_left_alone_for_a_while(place):
         assert (await step(r)).state is S.DRAINED
 
 
-async def test_what_fails_is_tried_a_few_times(place):
-    async with cluster(place, *PLAIN) as (r, a, b):
+async def test_what_fails_is_tried_a_few_times(tmp_path):
+    async with cluster(tmp_path, *PLAIN) as (r, a, b):
         await a.report(host(keys(0)))
         await begin(r)
         for _ in range(3):
@@ -369,9 +371,9 @@ async def test_what_fails_is_tried_a_few_times(place):
 
 
 @pytest.mark.parametrize("alone", [True, False])
-async def test_where_nothing_can_take_it(place, alone):
+async def test_where_nothing_can_take_it(tmp_path, alone):
     nodes = PLAIN[:1] if alone else (("a", {"peers": False}), ("b", {}))
-    async with cluster(place, *nodes) as (r, a, *_):
+    async with cluster(tmp_path, *nodes) as (r, a, *_):
         await a.report(host(keys(0)))
         await begin(r)
         await settle(a)
@@ -401,8 +403,8 @@ async def test_its_deadline_ends_it_and_what_is_under_way(place):
         assert (await r.control.get_transfer(pull.transfer)).state.ended
 
 
-async def test_a_silent_node_is_waited_for_until_the_deadline(place):
-    async with cluster(place, *PLAIN) as (r, a, b):
+async def test_a_silent_node_is_waited_for_until_the_deadline(tmp_path):
+    async with cluster(tmp_path, *PLAIN) as (r, a, b):
         await a.report(host(keys(0)))
         await begin(r, deadline=100)
         await settle(a)
@@ -448,8 +450,8 @@ async def test_one_that_is_drained_may_serve_again(place):
         assert not a.draining
 
 
-async def test_it_is_no_target_and_goes_on_being_a_source(place):
-    async with cluster(place, *PLAIN) as (r, a, b):
+async def test_it_is_no_target_and_goes_on_being_a_source(tmp_path):
+    async with cluster(tmp_path, *PLAIN) as (r, a, b):
         await a.report(host(keys(0)))
         asked = api.TransferRequest(target="a", keys=keys(1))
         before = await r.control.create_transfer(asked, "once")
@@ -470,8 +472,8 @@ async def test_it_is_no_target_and_goes_on_being_a_source(place):
         await r.control.create_transfer(api.TransferRequest(target="a", keys=keys(0)))
 
 
-async def test_asking_again_is_harmless_and_another_purpose_a_conflict(place):
-    async with cluster(place, *PLAIN) as (r, *_):
+async def test_asking_again_is_harmless_and_another_purpose_a_conflict(tmp_path):
+    async with cluster(tmp_path, *PLAIN) as (r, *_):
         first = await begin(r)
         assert (await begin(r, deadline=1)).deadline == first.deadline
         with pytest.raises(PeerRefused, match="cancel that first"):
@@ -486,9 +488,9 @@ async def test_asking_again_is_harmless_and_another_purpose_a_conflict(place):
             await begin(r, "b", targets=["a", "b"])
 
 
-async def test_only_to_nodes_that_were_named(place):
+async def test_only_to_nodes_that_were_named(tmp_path):
     nodes = (*PLAIN, ("c", {}))
-    async with cluster(place, *nodes) as (r, a, b, c):
+    async with cluster(tmp_path, *nodes) as (r, a, b, c):
         await a.report(host(keys(0)))
         await begin(r, targets=["c"])
         await settle(a)
@@ -497,9 +499,9 @@ async def test_only_to_nodes_that_were_named(place):
         assert await c.pull() == keys(0)
 
 
-async def test_two_that_go_do_not_count_on_each_other(place):
+async def test_two_that_go_do_not_count_on_each_other(tmp_path):
     nodes = (("a", {"stores": ("nfs",)}), ("b", {"stores": ("nfs",)}), ("c", {}))
-    async with cluster(place, *nodes) as (r, a, b, c):
+    async with cluster(tmp_path, *nodes) as (r, a, b, c):
         await a.report(host(keys(0)), store("nfs", keys(1)))
         await b.report(host(keys(0)))
         assert (await begin(r, "b")).remaining.chunks == 0
@@ -515,8 +517,8 @@ async def test_two_that_go_do_not_count_on_each_other(place):
             assert (await step(r, node)).state is S.DRAINED
 
 
-async def test_what_was_safe_may_be_so_no_more(place):
-    async with cluster(place, *PLAIN) as (r, a, b):
+async def test_what_was_safe_may_be_so_no_more(tmp_path):
+    async with cluster(tmp_path, *PLAIN) as (r, a, b):
         await a.report(host(keys(0)))
         await b.report(host(keys(0)))
         await begin(r)
@@ -652,11 +654,11 @@ async def test_one_whose_server_died_is_ended_by_another(postgres_address):
         assert (await step(second)).state is S.PARTIAL
 
 
-async def test_a_transfer_of_it_takes_the_turn_of_one_tenant(place):
+async def test_a_transfer_of_it_takes_the_turn_of_one_tenant(tmp_path):
     theirs = replace(NAMESPACE, tenant="acme")
     mixed = [*keys(0), *(theirs.key(0, bytes([n])).hex() for n in (1, 2)), *keys(3)]
     nodes = (*PLAIN, ("c", {}))
-    async with cluster(place, *nodes) as (r, a, b, c):
+    async with cluster(tmp_path, *nodes) as (r, a, b, c):
         documents = (DOCUMENT, theirs.document.decode())
         await r.control.report("a", report(0, host(mixed), namespaces=documents))
         a.seq = 1
@@ -701,3 +703,20 @@ async def test_who_may(tmp_path):
         audit = (await r.http.get("/v1/audit?limit=1000", headers=root)).json()["entries"]
         done = [e["operation"] for e in audit if e["status"] < 300 and "drain" in e["operation"]]
         assert done == ["create_drain", "cancel_drain"]
+
+
+async def test_what_is_begun_at_once_is_bounded_but_for_a_chunk_larger_than_that(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(emptying_module, "_PART_BYTES", CHUNK_BYTES // 2)
+    monkeypatch.setattr(emptying_module, "_MOST_MOVES", 2)
+    async with cluster(tmp_path, *SHARING, *(("c", {}), ("d", {}), ("e", {}))) as (r, a, *others):
+        await a.report(host(keys(*range(8))))
+        await begin(r)
+        await settle(a)
+        await step(r)
+        assert (await a.store(Outcome.NO_ROOM)).keys == keys(0)
+        r.clock.advance(1)
+        monkeypatch.setattr(emptying_module.Emptying, "_stores", lambda *of: [])
+        await step(r)
+        assert len([key for node in others for key in await node.pull()]) == 2
