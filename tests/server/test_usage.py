@@ -6,18 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from server_kit import NAMESPACE, TTL, TurnedClock
+from server_kit import NAMESPACE, TTL
+from world_kit import NODES, TIERS, World
 
 from kvstrata import api
 from kvstrata.bulk import KeyRun
 from kvstrata.keys import Field, Group
-from kvstrata_server.cluster import Cluster
 from kvstrata_server.index import PlacementIndex
-from kvstrata_server.metrics import Metrics
-from kvstrata_server.namespaces import Namespaces
-from kvstrata_server.places import Places
-from kvstrata_server.usage import Held, Medium, Usage
-from kvstrata_server.writer import Writer
+from kvstrata_server.usage import Held, Medium
 
 ACME = replace(NAMESPACE, tenant="acme")
 OTHER = replace(
@@ -35,44 +31,9 @@ KEYS = [
     for group in range(len(namespace.groups))
     for n, size in enumerate((8, 8, 32))
 ]
-NODES = {"a": ("s1", "s2"), "b": ("s1",), "c": ()}
-TIERS = {"s1": "fs", "s2": "obj"}
 
 
-class World:
-    def __init__(self) -> None:
-        self.clock = TurnedClock()
-        self.cluster = Cluster(
-            Places(PlacementIndex()), Namespaces(), Writer(None), Metrics(), self.clock, TTL
-        )
-        self.usage = Usage(self.cluster, self.clock)
-        self.seqs = dict.fromkeys(NODES, 0)
-
-    def join(self, node: str, incarnation: str = "i1") -> None:
-        self.cluster.register(
-            api.NodeRegistration(
-                id=node,
-                incarnation=incarnation,
-                stores=[api.StoreRef(id=s, tier=TIERS[s]) for s in NODES[node]],
-            )
-        )
-        self.seqs[node] = self.cluster.nodes[node].next_seq
-
-    def report(self, node, location="host", added=(), removed=(), namespaces=()) -> None:
-        change = api.Change(
-            location=location, added=[k.hex() for k in added], removed=[k.hex() for k in removed]
-        )
-        self.cluster.report(
-            node,
-            api.Report(
-                incarnation=self.cluster.nodes[node].incarnation,
-                seq=self.seqs[node],
-                changes=[change],
-                namespaces=[n.document.decode() for n in namespaces],
-            ),
-        )
-        self.seqs[node] += 1
-
+class CountedWorld(World):
     def count(self) -> dict[str, Held]:
         asyncio.run(self.usage.refresh())
         return dict(self.usage.tenants)
@@ -116,7 +77,7 @@ _steps = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(_steps)
 def test_what_is_counted_is_what_a_list_of_all_placements_says(steps):
-    world = World()
+    world = CountedWorld()
     for node in NODES:
         world.join(node)
     world.report("a", namespaces=(NAMESPACE, ACME, OTHER))  # not LATER: nobody knows whose it is
@@ -150,7 +111,7 @@ def test_what_is_counted_is_what_a_list_of_all_placements_says(steps):
 
 
 def test_a_shared_store_counts_once_and_a_silent_node_not_at_all():
-    world = World()
+    world = CountedWorld()
     world.join("a")
     world.join("b")
     keys = [ACME.key(0, bytes([n])) for n in range(4)]
@@ -172,7 +133,7 @@ def test_a_shared_store_counts_once_and_a_silent_node_not_at_all():
 
 
 def test_what_does_not_change_is_not_counted_again(monkeypatch):
-    world = World()
+    world = CountedWorld()
     world.join("a")
     world.join("b")
     world.report("a", "host", [ACME.key(0, b"1")], namespaces=(ACME,))
@@ -206,7 +167,7 @@ def test_parts_have_each_chunk_once(locations):
 
 
 async def test_others_have_their_turns_while_it_counts():
-    world = World()
+    world = CountedWorld()
     world.join("a")
     hashes = np.arange(1_000_000, dtype=">u8").tobytes()
     world.cluster.namespaces.learn([ACME])
