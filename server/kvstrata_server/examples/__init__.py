@@ -22,7 +22,7 @@ from kvstrata_server.examples import (
 )
 from kvstrata_server.examples.world import Several
 
-__all__ = ["EXAMPLES", "example", "show_examples"]
+__all__ = ["EXAMPLES", "show_examples"]
 
 EXAMPLES: dict[str, tuple[Any, Any]] = {
     **nodes.EXAMPLES,
@@ -37,20 +37,9 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
 knows, or as text where the answer isn't JSON."""
 
 
-def example(operation: str, status: int = 200, kind: str = "application/json") -> dict[str, Any]:
-    """What a route adds to its entry in the document (`openapi_extra`); `kind` is the media type
-    of the answer."""
-    request, answer = EXAMPLES[operation]
-    extra: dict[str, Any] = {
-        "responses": {str(status): {"content": {kind: {"example": _json(answer)}}}}
-    }
-    if request is not None and not isinstance(request, Several):
-        extra["requestBody"] = {"content": {"application/json": {"example": _json(request)}}}
-    return extra
-
-
 def show_examples(operation: dict[str, Any]) -> None:
-    """Put them into the document's entry of an operation: FastAPI would drop their nulls."""
+    """Put them into the document's entry of an operation: routes can't, for FastAPI would drop
+    their nulls."""
     request, answer = EXAMPLES.get(operation["operationId"], (None, None))
     if isinstance(request, Several):
         operation["requestBody"]["content"]["application/json"]["examples"] = {

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Query
 
 from kvstrata import api
 from kvstrata_server.audit import page
-from kvstrata_server.examples import example
 from kvstrata_server.problems import responses
 from kvstrata_server.routes.parameters import Limit, State
 
@@ -19,7 +18,6 @@ router = APIRouter(prefix="/v1/audit", tags=["audit"])
     "",
     summary="Read who changed what",
     responses=responses(503),
-    openapi_extra=example("list_audit"),
 )
 async def list_audit(
     state: State,

@@ -27,7 +27,6 @@ from kvstrata.errors import Malformed
 from kvstrata.keys import Namespace
 from kvstrata_server.answered import acts_on
 from kvstrata_server.compat import DEFAULT_TENANT, Asked, Overlap, overlaps
-from kvstrata_server.examples import example
 from kvstrata_server.hashing import sequence_hashes, sequence_prefixes
 from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
@@ -198,7 +197,6 @@ class Worker(BaseModel):
     summary="Call a node by the name that a router knows",
     status_code=201,
     responses=responses(404, 409, 503),
-    openapi_extra=example("register_instance", 201),
 )
 async def register_instance(asked: InstanceRegistration, request: Request, state: State) -> Done:
     """Call the node that publishes its KV events at `endpoint` by this id in answers."""
@@ -220,7 +218,6 @@ async def register_instance(asked: InstanceRegistration, request: Request, state
     "/unregister",
     summary="Forget the name of a node",
     responses=responses(404, 503),
-    openapi_extra=example("unregister_instance"),
 )
 async def unregister_instance(asked: InstanceRemoval, request: Request, state: State) -> Done:
     """Forget an instance, or one rank of it."""
@@ -235,7 +232,6 @@ async def unregister_instance(asked: InstanceRemoval, request: Request, state: S
     "/query",
     summary="Ask how much of a prompt each instance has",
     responses=responses(404),
-    openapi_extra=example("query_prefix"),
 )
 async def query_prefix(asked: PrefixQuery, state: State, who: Who) -> PrefixAnswer | MooncakeAnswer:
     """How much of a prompt each instance has. Hashes the tokens as the engines do."""
@@ -252,7 +248,6 @@ async def query_prefix(asked: PrefixQuery, state: State, who: Who) -> PrefixAnsw
     "/query_by_hash",
     summary="Ask the same by hashes of blocks",
     responses=responses(404),
-    openapi_extra=example("query_prefix_by_hash"),
 )
 async def query_prefix_by_hash(
     asked: HashQuery, state: State, who: Who
@@ -272,7 +267,6 @@ async def query_prefix_by_hash(
     "/workers",
     summary="List the registered instances",
     responses=responses(),
-    openapi_extra=example("list_workers"),
 )
 async def list_workers(
     state: State, model_name: Annotated[str | None, Query(pattern=NO_NUL)] = None
@@ -306,7 +300,6 @@ async def list_workers(
     "/dump",
     summary="Read what the registered instances hold",
     responses=responses(503),
-    openapi_extra=example("dump"),
 )
 async def dump(state: State) -> Dump:
     """What the registered instances hold, as Dynamo's router events: for an indexer that starts

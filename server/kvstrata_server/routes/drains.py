@@ -7,7 +7,6 @@ from typing import Annotated
 from fastapi import APIRouter, Path
 
 from kvstrata import api
-from kvstrata_server.examples import example
 from kvstrata_server.problems import responses
 from kvstrata_server.routes.parameters import NodeId, State
 
@@ -21,7 +20,6 @@ OrderId = Annotated[str, Path(max_length=64, examples=["9f31c2a07be4d865"])]
     summary="Make it safe to stop a node",
     status_code=202,
     responses=responses(404, 409, 503),
-    openapi_extra=example("create_drain", 202),
 )
 async def create_drain(node_id: NodeId, request: api.DrainRequest, state: State) -> api.DrainInfo:
     """The node takes no new chunks, and what only it holds is written back or moved to others.
@@ -34,7 +32,6 @@ async def create_drain(node_id: NodeId, request: api.DrainRequest, state: State)
     "/{node_id}/drain",
     summary="See whether a node may be stopped",
     responses=responses(404, 503),
-    openapi_extra=example("get_drain"),
 )
 async def get_drain(node_id: NodeId, state: State) -> api.DrainInfo:
     """The latest drain of the node: what was written back and moved, and what is left and why."""
@@ -45,7 +42,6 @@ async def get_drain(node_id: NodeId, state: State) -> api.DrainInfo:
     "/{node_id}/drain",
     summary="Have a node serve again",
     responses=responses(404, 503),
-    openapi_extra=example("cancel_drain"),
 )
 async def cancel_drain(node_id: NodeId, state: State) -> api.DrainInfo:
     """End the drain, also one after whose end the node still takes nothing new. What was written
@@ -57,7 +53,6 @@ async def cancel_drain(node_id: NodeId, state: State) -> api.DrainInfo:
     "/{node_id}/orders/{order_id}",
     summary="Report what a node wrote back",
     responses=responses(404, 410, 503),
-    openapi_extra=example("post_store_result"),
 )
 async def post_store_result(
     node_id: NodeId, order_id: OrderId, result: api.StoreResult, state: State

@@ -7,7 +7,6 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Response
 
 from kvstrata import api
-from kvstrata_server.examples import example
 from kvstrata_server.examples.world import EVICTION
 from kvstrata_server.problems import responses
 from kvstrata_server.routes.parameters import After, IdempotencyKey, Limit, NodeId, State
@@ -22,7 +21,6 @@ EvictionId = Annotated[str, Path(max_length=64, examples=[EVICTION])]
     summary="Have nodes drop chunks",
     status_code=202,
     responses=responses(404, 409, 503),
-    openapi_extra=example("create_eviction", 202),
 )
 async def create_eviction(
     request: api.EvictionRequest,
@@ -41,7 +39,6 @@ async def create_eviction(
     "/evictions",
     summary="List evictions",
     responses=responses(503),
-    openapi_extra=example("list_evictions"),
 )
 async def list_evictions(state: State, after: After = None, limit: Limit = 100) -> api.EvictionList:
     """Oldest first."""
@@ -52,7 +49,6 @@ async def list_evictions(state: State, after: After = None, limit: Limit = 100) 
     "/evictions/{eviction_id}",
     summary="See what an eviction dropped",
     responses=responses(404, 503),
-    openapi_extra=example("get_eviction"),
 )
 async def get_eviction(eviction_id: EvictionId, state: State) -> api.EvictionInfo:
     """State, and what each node dropped."""
@@ -63,7 +59,6 @@ async def get_eviction(eviction_id: EvictionId, state: State) -> api.EvictionInf
     "/nodes/{node_id}/evictions/{eviction_id}",
     summary="Report what a node dropped",
     responses=responses(404, 410, 503),
-    openapi_extra=example("post_eviction_result"),
 )
 async def post_eviction_result(
     node_id: NodeId, eviction_id: EvictionId, result: api.EvictionResult, state: State

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from kvstrata import api
-from kvstrata_server.examples import example
 from kvstrata_server.problems import responses
 from kvstrata_server.routes.parameters import State
 
@@ -17,7 +16,6 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 @router.get(
     "/healthz",
     summary="Check that the server is alive",
-    openapi_extra=example("get_health"),
 )
 async def get_health(state: State) -> api.Health:
     """Alive, and the state of its background tasks. Always 200: restarting this process would not
@@ -29,7 +27,6 @@ async def get_health(state: State) -> api.Health:
     "/readyz",
     summary="Check that the server takes requests",
     responses={503: {"model": api.Health, "description": "Not ready"}},
-    openapi_extra=example("get_readiness"),
 )
 async def get_readiness(state: State, response: Response) -> api.Health:
     """Whether requests should be sent here: 503 while it starts, ends, or can't write to SQL."""
@@ -50,7 +47,6 @@ async def get_readiness(state: State, response: Response) -> api.Health:
         },
         **responses(),
     },
-    openapi_extra=example("get_metrics", kind="text/plain"),
 )
 async def get_metrics(state: State) -> Response:
     """Counters and gauges as Prometheus text."""

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Path, Response
 
 from kvstrata import api
 from kvstrata.api import LeaseState
-from kvstrata_server.examples import example
 from kvstrata_server.examples.world import LEASE
 from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
@@ -25,7 +24,6 @@ LeaseId = Annotated[str, Path(max_length=64, examples=[LEASE])]
     summary="Keep chunks in a node's host memory",
     status_code=202,
     responses=responses(404, 409, 503, 507),
-    openapi_extra=example("create_lease", 202),
 )
 async def create_lease(
     request: api.LeaseRequest,
@@ -52,7 +50,6 @@ async def create_lease(
     "/{lease_id}",
     summary="See what a lease holds",
     responses=responses(404, 503),
-    openapi_extra=example("get_lease"),
 )
 async def get_lease(lease_id: LeaseId, state: State, who: Who) -> api.LeaseInfo:
     """Whether it is held, until when, and which of its keys are."""
@@ -64,7 +61,6 @@ async def get_lease(lease_id: LeaseId, state: State, who: Who) -> api.LeaseInfo:
     "/{lease_id}",
     summary="End a lease before its time",
     responses=responses(404, 503),
-    openapi_extra=example("release_lease"),
 )
 async def release_lease(lease_id: LeaseId, state: State, who: Who) -> api.LeaseInfo:
     """End it before its time. The node is told; one that can't be told lets it end by itself."""

@@ -9,7 +9,6 @@ from fastapi import APIRouter, Query, Request
 from kvstrata import api
 from kvstrata.api.base import NO_NUL
 from kvstrata_server.answered import acts_on
-from kvstrata_server.examples import example
 from kvstrata_server.examples.world import INCARNATION
 from kvstrata_server.problems import Forbidden, responses
 from kvstrata_server.routes.parameters import After, Limit, NodeId, State, Who
@@ -31,7 +30,6 @@ Incarnation = Annotated[
     "",
     summary="Register a node",
     responses=responses(503),
-    openapi_extra=example("register_node"),
 )
 async def register_node(
     registration: api.NodeRegistration, request: Request, state: State, who: Who
@@ -48,7 +46,6 @@ async def register_node(
     "",
     summary="List nodes and how they fare",
     responses=responses(),
-    openapi_extra=example("list_nodes"),
 )
 async def list_nodes(state: State, after: After = None, limit: Limit = 100) -> api.NodeList:
     """All nodes ever registered, in order of their ids."""
@@ -59,7 +56,6 @@ async def list_nodes(state: State, after: After = None, limit: Limit = 100) -> a
     "/{node_id}",
     summary="See how one node fares",
     responses=responses(404),
-    openapi_extra=example("get_node"),
 )
 async def get_node(node_id: NodeId, state: State) -> api.NodeInfo:
     """State, stores, use of host memory, and how long ago it was heard."""
@@ -70,7 +66,6 @@ async def get_node(node_id: NodeId, state: State) -> api.NodeInfo:
     "/{node_id}",
     summary="Take a node out of service",
     responses=responses(404, 410, 503),
-    openapi_extra=example("deregister_node"),
 )
 async def deregister_node(
     node_id: NodeId, state: State, incarnation: Incarnation | None = None
@@ -84,7 +79,6 @@ async def deregister_node(
     "/{node_id}/heartbeat",
     summary="Say that a node is alive",
     responses=responses(404, 410),
-    openapi_extra=example("put_heartbeat"),
 )
 async def put_heartbeat(
     node_id: NodeId, beat: api.HeartbeatRequest, state: State
@@ -100,7 +94,6 @@ async def put_heartbeat(
     "/{node_id}/reports",
     summary="Report which chunks came and went",
     responses=responses(404, 410, 503),
-    openapi_extra=example("post_report"),
 )
 async def post_report(node_id: NodeId, report: api.Report, state: State) -> api.ReportReply:
     """Which chunks appeared at or left the locations of a node, since the report before."""
@@ -112,7 +105,6 @@ async def post_report(node_id: NodeId, report: api.Report, state: State) -> api.
     "/{node_id}/commands",
     summary="Wait for what a node shall do",
     responses=responses(404, 410),
-    openapi_extra=example("poll_commands"),
 )
 async def poll_commands(
     node_id: NodeId,
@@ -132,7 +124,6 @@ async def poll_commands(
     "/{node_id}/progress",
     summary="Report how a transfer goes",
     responses=responses(403, 404, 410, 503),
-    openapi_extra=example("post_progress"),
 )
 async def post_progress(node_id: NodeId, progress: api.Progress, state: State) -> api.ProgressReply:
     """What became of a transfer's keys, so far or for good."""

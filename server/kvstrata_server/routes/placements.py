@@ -6,7 +6,6 @@ from fastapi import APIRouter
 
 from kvstrata import api
 from kvstrata_server.cluster import keys_of
-from kvstrata_server.examples import example
 from kvstrata_server.lookup import look_up, look_up_prompts
 from kvstrata_server.problems import responses
 from kvstrata_server.prompts import prompts_of
@@ -19,7 +18,6 @@ router = APIRouter(prefix="/v1", tags=["placements"])
     "/placements:lookup",
     summary="Find who holds a prefix",
     responses=responses(404),
-    openapi_extra=example("lookup_placements"),
 )
 async def lookup_placements(request: api.Lookup, state: State, who: Who) -> api.LookupReply:
     """For a chain of keys, or token ids that the server hashes as the engines do, the longest
@@ -39,7 +37,6 @@ async def lookup_placements(request: api.Lookup, state: State, who: Who) -> api.
     "/namespaces",
     summary="List the namespaces that keys are of",
     responses=responses(),
-    openapi_extra=example("list_namespaces"),
 )
 async def list_namespaces(
     state: State, who: Who, after: After = None, limit: Limit = 100

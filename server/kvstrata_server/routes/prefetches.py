@@ -5,7 +5,6 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from kvstrata import api
-from kvstrata_server.examples import example
 from kvstrata_server.problems import responses
 from kvstrata_server.routes import transfers
 from kvstrata_server.routes.parameters import PLANNED, IdempotencyKey, State, Who
@@ -18,7 +17,6 @@ router = APIRouter(prefix="/v1/prefetches", tags=["transfers"])
     summary="Bring chunks up before they are needed",
     status_code=202,
     responses={**PLANNED, **responses(404, 409, 503, 507)},
-    openapi_extra=example("create_prefetch", 202),
 )
 async def create_prefetch(
     request: api.Prefetch,

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Path, Query
 
 from kvstrata import api
 from kvstrata.errors import Missing
-from kvstrata_server.examples import example
 from kvstrata_server.problems import Forbidden, responses
 from kvstrata_server.roles import Identity
 from kvstrata_server.routes.parameters import Limit, State, Who
@@ -40,7 +39,6 @@ AfterTenant = Annotated[
     "/{tenant:path}",
     summary="Set a tenant's quota",
     responses=responses(503),
-    openapi_extra=example("put_quota"),
 )
 async def put_quota(tenant: Tenant, request: api.QuotaRequest, state: State) -> api.QuotaInfo:
     """Set all bounds of a tenant; what is left out has none. It holds at once here, and at other
@@ -54,7 +52,6 @@ async def put_quota(tenant: Tenant, request: api.QuotaRequest, state: State) -> 
     "",
     summary="List tenants with their quotas and use",
     responses=responses(),
-    openapi_extra=example("list_quotas"),
 )
 async def list_quotas(
     state: State, who: Who, after: AfterTenant = None, limit: Limit = 100
@@ -67,7 +64,6 @@ async def list_quotas(
     "/{tenant:path}",
     summary="See a tenant's quota and use",
     responses=responses(404),
-    openapi_extra=example("get_quota"),
 )
 async def get_quota(tenant: Tenant, state: State, who: Who) -> api.QuotaInfo:
     """Bounds, and what the tenant holds and moves now."""
@@ -83,7 +79,6 @@ async def get_quota(tenant: Tenant, state: State, who: Who) -> api.QuotaInfo:
     "/{tenant:path}",
     summary="Delete a tenant's quota",
     responses=responses(404, 503),
-    openapi_extra=example("delete_quota"),
 )
 async def delete_quota(tenant: Tenant, state: State) -> api.QuotaInfo:
     """Without one, a tenant has no bounds. What it holds stays."""

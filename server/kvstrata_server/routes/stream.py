@@ -12,7 +12,6 @@ from fastapi.responses import Response, StreamingResponse
 
 from kvstrata.errors import Expired
 from kvstrata_server.batches import Families
-from kvstrata_server.examples import example
 from kvstrata_server.feed import Change, Feed, NodeChange, Placed, Voided
 from kvstrata_server.index import HOST
 from kvstrata_server.plane import ControlState
@@ -38,7 +37,6 @@ _LINES: dict[int | str, dict[str, Any]] = {
     summary="Follow who holds what",
     response_class=Response,
     responses={**responses(410), **STREAM},
-    openapi_extra=example("stream_events", kind="text/event-stream"),
 )
 async def stream_events(
     state: State,
@@ -72,7 +70,6 @@ async def stream_events(
     summary="Read all placements at once",
     response_class=StreamingResponse,
     responses={**responses(), **_LINES},
-    openapi_extra=example("take_snapshot", kind="application/x-ndjson"),
 )
 async def take_snapshot(state: State) -> StreamingResponse:
     """All placements, a JSON document a line: first `{cursor}`, from which `/v1/events` goes on,

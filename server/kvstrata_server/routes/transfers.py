@@ -12,7 +12,6 @@ from fastapi import APIRouter, Path, Response
 from kvstrata import api
 from kvstrata.errors import Busy, Missing
 from kvstrata_server.cluster import keys_of
-from kvstrata_server.examples import example
 from kvstrata_server.examples.world import TRANSFER
 from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
@@ -31,7 +30,6 @@ TransferId = Annotated[str, Path(max_length=64, examples=[TRANSFER])]
     summary="Move chunks to a node",
     status_code=202,
     responses={**PLANNED, **responses(404, 409, 503, 507)},
-    openapi_extra=example("create_transfer", 202),
 )
 async def create_transfer(
     request: api.Transfer,
@@ -62,7 +60,6 @@ async def create_transfer(
     "",
     summary="List transfers",
     responses=responses(503),
-    openapi_extra=example("list_transfers"),
 )
 async def list_transfers(state: State, after: After = None, limit: Limit = 100) -> api.TransferList:
     """Oldest first, with counts in place of keys."""
@@ -73,7 +70,6 @@ async def list_transfers(state: State, after: After = None, limit: Limit = 100) 
     "/{transfer_id}",
     summary="See what became of a transfer",
     responses=responses(404, 503),
-    openapi_extra=example("get_transfer"),
 )
 async def get_transfer(transfer_id: TransferId, state: State, who: Who) -> api.TransferInfo:
     """State, and the outcome per key."""
@@ -85,7 +81,6 @@ async def get_transfer(transfer_id: TransferId, state: State, who: Who) -> api.T
     "/{transfer_id}",
     summary="Cancel a transfer",
     responses=responses(404, 503),
-    openapi_extra=example("cancel_transfer"),
 )
 async def cancel_transfer(transfer_id: TransferId, state: State, who: Who) -> api.TransferInfo:
     """Cancel it. One that has ended stays as it is; what it holds at its target is released."""
@@ -98,7 +93,6 @@ async def cancel_transfer(transfer_id: TransferId, state: State, who: Who) -> ap
     summary="Follow a transfer",
     response_class=Response,
     responses={**responses(404, 503), **STREAM},
-    openapi_extra=example("watch_transfer", kind="text/event-stream"),
 )
 async def watch_transfer(
     transfer_id: TransferId, state: State, who: Who, standing: Standing
