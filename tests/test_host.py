@@ -204,19 +204,20 @@ def test_a_write_that_nobody_waits_for_is_absent_and_keeps_its_slot() -> None:
 def test_writes_that_are_done_are_not_looked_after_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvstrata.host._MOST_WATCHED", 8)
+    monkeypatch.setattr("kvstrata.overdue._MOST_WATCHED", 8)
     clock = Clock()
     host = make(8, clock, reserve_ttl=50)
     host.reserve("slow", [(key(1), PAGE), (key(2), PAGE)])
     for n in range(10, 200):
         put(host, n)
         host.drop()
-    assert host._watched == sum(len(chunks) for *_, chunks in host._write_heap) <= 12
+    watched = host._overdue
+    assert watched._watched == sum(len(chunks) for *_, chunks in watched._heap) <= 12
     clock.now += 51
     host.expire()
     assert host.expired_writes == 2
     assert host.find([key(1), key(2)]) == [State.ABSENT] * 2
-    assert host._watched == 0
+    assert watched._watched == 0
 
 
 def test_the_next_victims_are_those_that_go_next() -> None:

@@ -46,6 +46,7 @@ FLOORS = {
     "kvstrata.control": 2,
     "kvstrata.eviction": 3,
     "kvstrata.leases": 3,
+    "kvstrata.overdue": 3,
     "kvstrata.host": 3,
     "kvstrata.tiers": 3,
     "kvstrata.client": 3,

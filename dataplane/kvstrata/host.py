@@ -23,7 +23,6 @@ A lease keeps ready chunks from eviction until it is released or its time passes
 from __future__ import annotations
 
 import enum
-import heapq
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from kvstrata.chunks import Chunk, State, is_idle
 from kvstrata.eviction import coldest, make_room, next_victims
 from kvstrata.keys import DIGEST_BYTES, GROUP_BYTES, Key
 from kvstrata.leases import Leases
+from kvstrata.overdue import Overdue
 from kvstrata.policies import Policy
 from kvstrata.slots import Slots
 
@@ -46,9 +46,6 @@ PRESENT = -2
 # A member looked up in its class costs as much as the test it is for; these stand in hot loops.
 _READY = State.READY
 _WRITING = State.WRITING
-
-# Writes looked after until they would be overdue, though most are soon committed.
-_MOST_WATCHED = 65_536
 
 
 class Used(enum.IntEnum):
@@ -104,11 +101,8 @@ class HostTier:
         self._grants: dict[str, dict[int, int]] = {}
         self._leases = Leases(self.unpin)
         self._hidden: set[Chunk] = set()
-        self._write_heap: list[tuple[float, int, list[Chunk]]] = []
-        self._watched = 0
-        self._most_watched = _MOST_WATCHED
+        self._overdue = Overdue()
         self._chains = Chains()
-        self._sequence = 0
         self._ready_bytes = 0
 
     # ------------------------------------------------------------ writing
@@ -223,7 +217,7 @@ class HostTier:
                 fresh.append(chunk)
                 answers.append(Used.OWNED)
         if fresh:
-            self._watch(fresh, expires)
+            self._overdue.watch(fresh, expires)
         return answers
 
     def ungrant(self, owner: str, offsets: Iterable[int]) -> None:
@@ -346,15 +340,7 @@ class HostTier:
         """Act on what the clock has made true: lapsed leases, overdue writes."""
         now = self._clock()
         self._leases.expire(now)
-        overdue = []
-        while self._write_heap and self._write_heap[0][0] < now:
-            watched = heapq.heappop(self._write_heap)[2]
-            self._watched -= len(watched)
-            overdue += [
-                chunk
-                for chunk in watched
-                if chunk.visible and chunk.state is _WRITING and chunk.expires < now
-            ]
+        overdue = self._overdue.due(now)
         self.expired_writes += len(overdue)
         self._hide(overdue)
         self._chains.prune(self._chunks, len(self._chunks))
@@ -422,7 +408,7 @@ class HostTier:
         if fresh:
             self._chunks.update(fresh)
             self._writes.setdefault(owner, {}).update(fresh)
-            self._watch(list(fresh.values()), expires)
+            self._overdue.watch(list(fresh.values()), expires)
 
     def _resume(
         self, owner: str, requests: Sequence[tuple[Key, int]], expires: float
@@ -438,27 +424,8 @@ class HostTier:
                 chunk.expires = expires
                 self._chunks[key] = resumed[key] = chunk
         if resumed:
-            self._watch(list(resumed.values()), expires)
+            self._overdue.watch(list(resumed.values()), expires)
         return {key: chunk.offset for key, chunk in resumed.items()}
-
-    def _watch(self, chunks: list[Chunk], expires: float) -> None:
-        """These writes, started together, are overdue when `expires` passes."""
-        self._sequence += 1
-        heapq.heappush(self._write_heap, (expires, self._sequence, chunks))
-        self._watched += len(chunks)
-        if self._watched > self._most_watched:
-            self._forget_done_writes()
-
-    def _forget_done_writes(self) -> None:
-        left = [
-            (expires, sequence, under_way)
-            for expires, sequence, chunks in self._write_heap
-            if (under_way := [c for c in chunks if c.visible and c.state is _WRITING])
-        ]
-        heapq.heapify(left)
-        self._write_heap = left
-        self._watched = sum(len(chunks) for _, _, chunks in left)
-        self._most_watched = 2 * self._watched + _MOST_WATCHED
 
     def _allocate(self, sizes: Sequence[int], evict: bool = True) -> list[int]:
         """Offsets for `sizes`, evicting idle chunks as needed; `NO_ROOM` where that fails."""
