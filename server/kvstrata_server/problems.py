@@ -11,8 +11,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from kvstrata.api import HTTP_STATUS, Problem
-from kvstrata.api.base import WrongPart
+from kvstrata.api import HTTP_STATUS, Problem, WrongPart
 from kvstrata.errors import Malformed, PeerRefused
 
 __all__ = ["MEDIA_TYPE", "Conflict", "Forbidden", "install", "problem", "responses"]

@@ -19,6 +19,7 @@ from kvstrata.api.base import (
     Keys,
     Name,
     Problem,
+    WrongPart,
     from_hex,
 )
 from kvstrata.api.commands import Command, CommandBatch, Progress, ProgressReply, SourceRef
@@ -177,6 +178,7 @@ __all__ = [
     "TransferRequest",
     "TransferState",
     "TransferSummary",
+    "WrongPart",
     "from_hex",
     "tenant_from_name",
     "tenant_name",
