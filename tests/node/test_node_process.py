@@ -246,7 +246,7 @@ async def test_a_pull_brings_chunks_from_another_node(tmp_path: Path, transport:
         result = await b.pull(pull)
         assert {k: str(v) for k, v in result.outcomes.items()} == {
             **{key(n): "stored" for n in (1, 2, 3, 4)},
-            key(99): "missing",
+            key(99): "failed",  # the dead one may have it
         }
         assert result.sources == {key(n): "a" for n in (1, 2, 3, 4)}
         assert result.bytes == 4 * PAGE
