@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from kvstrata import api
-from kvstrata.errors import Malformed
+from kvstrata.errors import Busy, Malformed
 from kvstrata.keys import Namespace
 from kvstrata_server.changes import (
     Forgotten,
@@ -91,6 +91,7 @@ class Follower:
         self._work = work
         self._read_at: float | None = None
         self._reading = asyncio.Lock()
+        self._page = _PAGE
 
     async def begin(self) -> None:
         """To be called before the tables are read: what is both in them and in the log is
@@ -124,7 +125,14 @@ class Follower:
             log.warning("the change log was not read for %.0f s: loading all", now - self._read_at)
             self._read_at = None
             await self._reload()
-        rows = await self._database.rows(newer(self.position, _PAGE))
+        page = self._page
+        try:
+            rows = await self._database.rows(newer(self.position, page))
+        except Busy:
+            # Entries may be megabytes each: fewer of them may be read in time.
+            self._page = max(1, page // 4)
+            raise
+        self._page = min(_PAGE, 2 * page)
         found = [(row.id, row.server == self._name, row.entry) for row in rows]
         entries = [(number, ours, decode_work(raw), raw) for number, ours, raw in found]
         if new := [entry for _, _, entry, _ in entries if entry is not None]:
@@ -139,7 +147,7 @@ class Follower:
                 self._follow(number, raw)
                 await asyncio.sleep(0)  # a snapshot takes milliseconds: let lookups in between
             self.position = number
-        return len(rows) == _PAGE
+        return len(rows) == page
 
     def tell(self) -> None:
         """Log the nodes that were heard since the last call; to be called a few times a second."""

@@ -218,7 +218,7 @@ async def test_requests_are_told_to_come_again(postgres_address: str, path: str)
         r.state.database.read_seconds = SOON
         async with locked(postgres_address):
             took, answer = await seconds(r.http.get(path))
-        assert took < 8
+        assert took < 20  # of which ten for the writer, should it be at these tables
         assert answer.status_code == 503, answer.text
         assert api.Problem.model_validate_json(answer.content).retryable
         assert answer.headers["retry-after"]

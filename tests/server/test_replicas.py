@@ -1,5 +1,6 @@
 """Several servers on one PostgreSQL: what one is told the others know, and any of them may die."""
 
+import contextlib
 import signal
 
 import pytest
@@ -30,6 +31,29 @@ async def test_what_one_is_told_the_other_answers(postgres_address):
         await first.control.deregister("a")
         await told(first, second)
         assert (await second.control.node("a")).state is api.NodeState.GONE
+
+
+async def test_what_is_too_much_for_one_read_is_read_in_parts(postgres_address, monkeypatch):
+    async with two(postgres_address) as (first, second):
+        await join(first.control, "a")
+        for n in range(60):
+            await first.control.report("a", report(n, host(keys(n))))
+        await first.state.writer.flushed(5)
+        read, database = second.state.database.rows, second.state.database
+
+        async def rows(select):
+            """No more than 20 entries can be read in time."""
+            found = await read(select)
+            if len(found) > 20:
+                raise Busy("the database did not answer")
+            return found
+
+        monkeypatch.setattr(database, "rows", rows)
+        for _ in range(20):
+            with contextlib.suppress(Busy):
+                if not await second.state.follower.read():
+                    break
+        assert await held(second.control, keys(*range(60))) == {"a": {"host": 60}}
 
 
 async def test_ages_are_known_to_all(postgres_address):
