@@ -60,6 +60,9 @@ def make_python(document: Path, out: Path) -> None:
 def make_typescript(document: Path, out: Path) -> None:
     """Types by openapi-typescript, around openapi-fetch, compiled."""
     shutil.copytree(HERE / "typescript", out, dirs_exist_ok=True)
+    manifest = json.loads((out / "package.json").read_text())
+    manifest["version"] = json.loads(document.read_text())["info"]["version"]
+    (out / "package.json").write_text(json.dumps(manifest, indent=2) + "\n")
     modules = out / "node_modules"
     modules.unlink(missing_ok=True)
     modules.symlink_to(NODE_MODULES)
