@@ -18,9 +18,9 @@ LMCache's coordinator, told and asked in the same way in its own words; Dynamo's
 the prefix of a request of 8,300 tokens that one worker announced, as ours is (`/query`). Each may
 be in an environment of its own, whose interpreter is named here:
 
-    python -m venv dynamo && dynamo/bin/pip install ai-dynamo-runtime==1.6.1
+    make dynamo  # .venv-dynamo, which is the default here
     python -m venv lmcache && lmcache/bin/pip install lmcache==0.5.6
-    python benchmarks/index.py --dynamo-python dynamo/bin/python --lmcache-python lmcache/bin/python
+    python benchmarks/index.py --lmcache-python lmcache/bin/python
 
 LMCache brings torch for CUDA along. Where there is a torch for the CPU already (`make test-vllm`
 makes such an environment), `pip install --no-deps lmcache==0.5.6` into it will do.
@@ -237,7 +237,9 @@ def main() -> None:
     asked.add_argument("--batch", type=int, default=4096, help="keys a report")
     asked.add_argument("--folder", type=Path, help="where the database lies; default: temporary")
     asked.add_argument("--lmcache-python", default=sys.executable, help="has lmcache")
-    asked.add_argument("--dynamo-python", default=sys.executable, help="has ai-dynamo-runtime")
+    dynamo = Path(__file__).parents[1] / ".venv-dynamo" / "bin" / "python"
+    python = str(dynamo) if dynamo.exists() else sys.executable
+    asked.add_argument("--dynamo-python", default=python, help="has ai-dynamo-runtime")
     given = asked.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         figures = measure(given, Path(folder))
