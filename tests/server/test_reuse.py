@@ -145,6 +145,29 @@ def test_as_the_rule_says(namespace: Namespace, total: int, draw: st.DataObject)
         assert both * step == longest(namespace, total, rest(node))
 
 
+@settings(max_examples=100, deadline=None)
+@given(geometries, st.integers(1, 8), st.data())
+def test_it_takes_each_of_the_chunks_needed_and_no_others(
+    namespace: Namespace, steps: int, draw: st.DataObject
+) -> None:
+    step = rule_of(namespace).step
+    tokens = steps * step
+    chunks, chain = asked_for(namespace, tokens + step, draw)
+    assert chain is not None
+    groups = {g.id: g for g in namespace.groups}
+    needed = [c for c in chunks if is_needed(namespace, groups[c[0]], tokens, c[1])]
+    assert needed == [chunks[p] for p in chain.needed(steps).tolist()]
+    # Each node but the last lacks one of them.
+    index = PlacementIndex()
+    for node in range(len(needed) + 1):
+        index.add(node, [key(namespace, *c) for c in [*needed[:node], *needed[node + 1 :]]])
+    reach = {n: [(str(n), "host")] for n in range(len(needed) + 1)}
+    held = index.held([key(namespace, *chunk) for chunk in chunks], reach)
+    found = reusable(chain, held).nodes
+    assert found.pop(str(len(needed))) == steps
+    assert all(each < steps for each in found.values())
+
+
 @pytest.mark.parametrize(
     ("group", "last"),
     [
