@@ -22,6 +22,7 @@ from kvstrata_client.api.nodes import (
     register_node,
 )
 from kvstrata_client.api.placements import list_namespaces, lookup_placements
+from kvstrata_client.api.quotas import get_quota, put_quota
 from kvstrata_client.api.transfers import (
     cancel_transfer,
     create_transfer,
@@ -55,6 +56,8 @@ from kvstrata_client.models import (
     Progress,
     ProgressOutcomes,
     ProgressReply,
+    QuotaInfo,
+    QuotaRequest,
     RegistrationReply,
     Report,
     ReportReply,
@@ -194,6 +197,11 @@ def other_work(client: AuthenticatedClient) -> None:
     assert isinstance(read, EvictionInfo)
     assert read.state is EvictionState.RUNNING
     assert [(node.node, node.dropped) for node in read.nodes] == [("a", None)]
+    allowed = put_quota.sync("acme", client=client, body=QuotaRequest(max_transfers=8))
+    assert isinstance(allowed, QuotaInfo)
+    known = get_quota.sync("acme", client=client)
+    assert isinstance(known, QuotaInfo)
+    assert (known.max_transfers, known.max_bytes, known.use.chunks) == (8, None, 0)
     lines = take_snapshot.sync(client=client)
     assert isinstance(lines, str)
     assert lines.endswith('{"end":true}\n')

@@ -140,6 +140,10 @@ async function otherWork(): Promise<void> {
   const params = { path: { eviction_id: made.id } };
   const read = ok(await client.GET("/v1/evictions/{eviction_id}", { params }));
   assert.deepEqual([read.state, read.nodes[0]?.dropped], ["running", null]);
+  const acme = { params: { path: { tenant: "acme" } } };
+  ok(await client.PUT("/v1/quotas/{tenant}", { ...acme, body: { max_transfers: 8 } }));
+  const quota = ok(await client.GET("/v1/quotas/{tenant}", acme));
+  assert.deepEqual([quota.max_transfers, quota.max_bytes, quota.use.chunks], [8, null, 0]);
   const metrics = ok(await client.GET("/metrics", { parseAs: "text" }));
   assert(metrics.includes("kvstrata_index_chunks 3.0"));
 }
