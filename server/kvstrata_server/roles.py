@@ -3,7 +3,7 @@
     role          may also        for
     read          -               lookups, lists, metrics
     orchestrate   read            routers and schedulers: transfers
-    node          read            nodes: registration, heartbeats, reports, commands
+    node          read            nodes: registration, heartbeats, reports, commands, drains
     admin         all of them     people who run it: the audit log, taking nodes out of service
 
 An operation that this table lacks needs `admin` unless it only reads, and none is open to a token
@@ -86,8 +86,8 @@ _NEEDS = {
     "release_lease": Needs(Role.ORCHESTRATE, by_tenant=True, audited=True),
     "create_eviction": Needs(Role.ADMIN, audited=True),
     "post_eviction_result": Needs(Role.NODE),
-    "create_drain": Needs(Role.ADMIN, audited=True),
-    "cancel_drain": Needs(Role.ADMIN, audited=True),
+    "create_drain": Needs(Role.NODE, audited=True),
+    "cancel_drain": Needs(Role.NODE, audited=True),
     "post_store_result": Needs(Role.NODE),
     "get_transfer": Needs(Role.READ, by_tenant=True),
     "watch_transfer": Needs(Role.READ, by_tenant=True),

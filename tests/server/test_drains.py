@@ -676,16 +676,17 @@ async def test_who_may(tmp_path):
             (Role.READ, {}),
             (Role.ORCHESTRATE, {}),
             (Role.NODE, {"node": "a"}),
+            (Role.NODE, {"node": "b"}),
             (Role.READ, {"tenants": frozenset({"acme"})}),
             (Role.ADMIN, {}),
         ):
             token = await tokens.create(
-                r.state.database, f"{role}{len(scope)}", role, now=r.clock(), **scope
+                r.state.database, f"{role}{len(may)}", role, now=r.clock(), **scope
             )
             await r.state.tokens.refresh()
             headers = {"Authorization": f"Bearer {token}"}
             order = {"incarnation": "i1"}
-            may[role, bool(scope)] = [
+            may[role, scope.get("node", "") or bool(scope)] = [
                 (await r.http.post("/v1/nodes/a/drain", headers=headers, json={})).is_success,
                 (await r.http.get("/v1/nodes/a/drain", headers=headers)).status_code != 403,
                 (await r.http.post("/v1/nodes/b/orders/x", headers=headers, json=order)).is_success,
@@ -694,7 +695,8 @@ async def test_who_may(tmp_path):
         assert may == {
             (Role.READ, False): [False, True, False, False],
             (Role.ORCHESTRATE, False): [False, True, False, False],
-            (Role.NODE, True): [False, True, False, False],
+            (Role.NODE, "a"): [True, True, False, True],
+            (Role.NODE, "b"): [False, False, True, False],
             (Role.READ, True): [False, False, False, False],
             (Role.ADMIN, False): [True, True, True, True],
         }
@@ -702,7 +704,7 @@ async def test_who_may(tmp_path):
         await r.state.writer.flushed(10)
         audit = (await r.http.get("/v1/audit?limit=1000", headers=root)).json()["entries"]
         done = [e["operation"] for e in audit if e["status"] < 300 and "drain" in e["operation"]]
-        assert done == ["create_drain", "cancel_drain"]
+        assert done == ["create_drain", "cancel_drain"] * 2
 
 
 async def test_what_is_begun_at_once_is_bounded_but_for_a_chunk_larger_than_that(
