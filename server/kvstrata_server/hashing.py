@@ -145,6 +145,8 @@ def local_hashes(tokens: Sequence[int], block: int, lora: str = "", salt: str = 
         seed += xxhash.xxh3_64_intdigest(lora.encode(), 0)
     if salt:
         seed += xxhash.xxh3_64_intdigest(salt.encode(), 1)
+    if block > len(tokens):  # which may be more than any structure has
+        return []
     form = struct.Struct(f"<{block}I")
     return [
         xxhash.xxh3_64_intdigest(form.pack(*tokens[i : i + block]), seed & _MASK)

@@ -59,9 +59,9 @@ class Prompt:
         steps = len(hashes) * per_hash // rule.step
         parts = []
         for group in rule.groups:
-            chunks, kept = rule.chunks(group), rule.kept(group)
-            ends = np.arange(1, steps * chunks + 1) * (group.tokens // per_hash)
-            parts.append(ends.reshape(steps, chunks)[:, chunks - kept :] - 1)
+            apart = min(group.tokens // per_hash, len(hashes) + 1)
+            ends = np.arange(apart, len(hashes) + 1, apart)
+            parts.append(rule.by_step(group, ends, steps) - 1)
         links = np.concatenate([part.reshape(-1) for part in parts])
         groups = np.repeat(np.arange(len(parts)), [part.size for part in parts])
         order = np.argsort(links, kind="stable")

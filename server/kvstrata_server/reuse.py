@@ -33,6 +33,8 @@ __all__ = ["Chain", "GroupRule", "Reusable", "Rule", "reusable", "reusable_in_or
 
 Bools = npt.NDArray[np.bool_]
 
+# More than any prompt has: a window of as many is as good as all.
+_MOST_CHUNKS = 1 << 32
 # Cells of one matrix of keys by holders: 4 MB.
 _MOST_CELLS = 1 << 22
 
@@ -63,6 +65,14 @@ class Rule:
         chunks = self.chunks(group)
         return chunks if group.last is None else min(group.last, chunks)
 
+    def by_step(self, group: GroupRule, chunks: Slots, steps: int) -> Slots:
+        """Of all of this group's chunks, in order, those that prefixes of so many steps may need:
+        (steps, kept)."""
+        if not steps:  # then a step may be longer than any array
+            return np.empty((0, 1), np.int64)
+        count = self.chunks(group)
+        return chunks[: steps * count].reshape(steps, count)[:, count - self.kept(group) :]
+
 
 def rule_of(namespace: Namespace) -> Rule:
     per_chunk = namespace.blocks_per_chunk
@@ -75,7 +85,8 @@ def _group_rule(group: Group, per_chunk: int) -> GroupRule:
     if group.kind == "mamba":
         return GroupRule(group.id, tokens, 1)
     if group.kind in ("sliding_window", "sliding_window_mla") and group.window:
-        return GroupRule(group.id, tokens, max(1, math.ceil((group.window - 1) / tokens)))
+        last = max(1, -(-(group.window - 1) // tokens))
+        return GroupRule(group.id, tokens, last if last < _MOST_CHUNKS else None)
     return GroupRule(group.id, tokens, None)
 
 
@@ -98,11 +109,7 @@ class Chain:
         if any(group.id not in by_group for group in rule.groups):
             return None
         steps = min(len(by_group[group.id]) // rule.chunks(group) for group in rule.groups)
-        positions = []
-        for group in rule.groups:
-            chunks = rule.chunks(group)
-            whole = by_group[group.id][: steps * chunks].reshape(steps, chunks)
-            positions.append(whole[:, chunks - rule.kept(group) :])
+        positions = (rule.by_step(group, by_group[group.id], steps) for group in rule.groups)
         return cls(rule, steps, tuple(positions))
 
     @property

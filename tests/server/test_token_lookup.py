@@ -379,6 +379,44 @@ async def test_a_token_asks_about_its_tenants_only(tmp_path: Path) -> None:
             assert unknown.status_code == 401
 
 
+async def test_blocks_and_windows_longer_than_any_prompt(tmp_path: Path) -> None:
+    """What a node says of its model may be odd, and keeps nobody from asking about others."""
+    vast = a_namespace(
+        dtype="int4",
+        groups=tuple(
+            Group(n, kind, ("l",), (Field("kv", 1, 8),), blocks, window)
+            for n, (kind, blocks, window) in enumerate(
+                (
+                    ("full", (1 << 61) - 1, 0),
+                    ("mamba", (1 << 31) - 1, 0),
+                    ("sliding_window", BLOCK, (1 << 63) - 1),
+                )
+            )
+        ),
+        tokens_per_hash=1,
+    )
+    wide = a_namespace(dtype="int8", groups=(vast.groups[2],))
+    huge = a_namespace(dtype="fp4", groups=vast.groups[:1])
+    async with running(tmp_path) as r:
+        await join(r.control, "a")
+        of = (NAMESPACE, vast, wide, huge)
+        held = [
+            *hexes(NAMESPACE, 0, 1),
+            *hexes(wide, 0, 1, 2, group=2),
+            *(vast.key(group, b"h").hex() for group in range(3)),
+        ]
+        await r.control.report("a", a_report(host(held), of=of))
+        reply = await r.control.lookup(by_model())
+        assert reply.refused == {}
+        assert {node.namespace: node.tokens for node in reply.nodes} == {
+            NAMESPACE.digest.hex(): 16,
+            wide.digest.hex(): 24,
+        }
+        for keys, tokens_ in ((held[2:5], 24), (held[5:], 0)):
+            (node,) = (await r.control.lookup(api.LookupRequest(keys=keys))).nodes
+            assert (node.prefix, node.tokens) == (3, tokens_)
+
+
 async def test_long_prompts_are_hashed_on_another_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
