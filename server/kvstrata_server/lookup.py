@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -67,14 +68,18 @@ def look_up(
     return api.LookupReply(keys=len(batch), nodes=nodes)
 
 
-def look_up_prompts(
+async def look_up_prompts(
     cluster: Cluster, metrics: Metrics, hot: HotPrefixes, asked: TokenLookup, prompts: Prompts
 ) -> api.LookupReply:
     """The same of a prompt, in each namespace that it was hashed for."""
-    reach = _reach(cluster, asked.nodes)
-    questions = [_of_prompt(cluster, prompt) for prompt in prompts.each]
+    questions: list[_Question] = []
     found: list[api.NodePlacement] = []
-    for question in questions:
+    for prompt in prompts.each:
+        if questions:
+            await asyncio.sleep(0)  # a long prompt takes ten milliseconds for each
+        question = _of_prompt(cluster, prompt)
+        questions.append(question)
+        reach = _reach(cluster, asked.nodes)
         nodes = _nodes(cluster, question, cluster.index.held(question.batch, reach))
         _count(metrics, hot, question, nodes)
         found += nodes

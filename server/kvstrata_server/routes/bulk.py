@@ -69,7 +69,8 @@ async def _lookup_placements(request: Request) -> Response:
     if not isinstance(asked, BulkLookup):
         seeds = state.settings.hash_seeds
         prompts = await prompts_of(state.namespaces, who, seeds, asked.tokens)
-        return _answer(look_up_prompts(state.cluster, state.metrics, state.hot, asked, prompts))
+        found = await look_up_prompts(state.cluster, state.metrics, state.hot, asked, prompts)
+        return _answer(found)
     if who.tenants is not None:
         state.namespaces.require_visible((run.namespace for run in asked.keys), who)
     return _answer(look_up(state.cluster, state.metrics, state.hot, asked))

@@ -27,7 +27,7 @@ async def lookup_placements(request: api.Lookup, state: State, who: Who) -> api.
     if isinstance(request, api.TokenLookup):
         seeds = state.settings.hash_seeds
         prompts = await prompts_of(state.namespaces, who, seeds, request.tokens)
-        return look_up_prompts(state.cluster, state.metrics, state.hot, request, prompts)
+        return await look_up_prompts(state.cluster, state.metrics, state.hot, request, prompts)
     if who.tenants is not None:
         state.namespaces.require_visible(keys_of(request.keys), who)
     return look_up(state.cluster, state.metrics, state.hot, request)
