@@ -44,7 +44,7 @@ HELD = {"s1": [*ONES, *BOTHS], "s2": [*TWOS, *BOTHS], "t1": [*OWN]}
 ALL = range(750)
 SOURCES, TARGETS = ("s1", "s2"), ("t1", "t2")
 NODES = (*SOURCES, *TARGETS)
-SMALL = 96
+SMALL = 40
 """Chunks that `t2` has room for; the others have room for everything."""
 
 

@@ -48,6 +48,7 @@ async def campaign(plans: Sequence[Plan], clients: Orchestrators, killer: Killer
     async with asyncio.TaskGroup() as group:
         for _ in range(CLIENTS):
             group.create_task(client())
+    await clients.all_read()
     await killer.all_back()
     return asked
 

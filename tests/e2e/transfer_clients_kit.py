@@ -7,7 +7,7 @@ import contextlib
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import httpx
@@ -67,7 +67,7 @@ class Asked:
     id: str = ""
     cancelled: bool = False
     seen: TransferInfo | None = None
-    reading: Reading | None = None
+    readings: list[Reading] = field(default_factory=list)
 
 
 def planned(name: str, rng: random.Random) -> Plan:
@@ -109,6 +109,7 @@ class Orchestrators:
         ]
         self._engines = engines
         self._next = 0
+        self._late: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         for client in self._controls:
@@ -144,9 +145,23 @@ class Orchestrators:
             asked.cancelled = True
             await self.call(lambda c: c.cancel_transfer(asked.id))
         asked.seen = await self._ended(asked)
-        asked.reading = await self._engines[plan.request.target].read(plan.numbers)
+        await self._read(asked)
         if plan.releases:
             await self.call(lambda c: c.cancel_transfer(asked.id))
+        else:
+            late = asyncio.create_task(self._read(asked, 0.7 * plan.request.hold))
+            self._late.add(late)
+            late.add_done_callback(self._late.discard)
+
+    async def _read(self, asked: Asked, after: float = 0.0) -> None:
+        await asyncio.sleep(after)
+        reading = await self._engines[asked.plan.request.target].read(asked.plan.numbers)
+        if reading is not None:
+            asked.readings.append(reading)
+
+    async def all_read(self) -> None:
+        """What is held is read once more before its time is over."""
+        await asyncio.gather(*self._late)
 
     async def _ended(self, asked: Asked) -> TransferInfo | None:
         pause = 0.3

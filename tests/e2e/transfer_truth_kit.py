@@ -63,7 +63,7 @@ class _Truth:
             f"{info.created - o:+.2f}, deadline {info.deadline - o:+.2f}, ended "
             f"{(info.ended or 0) - o:+.2f}, cancelled {self.asked.cancelled}: {info.detail}",
             *(f"{NUMBERS[Key(bytes.fromhex(k.key))]}: {k.outcome} {k.source}" for k in info.keys),
-            *(f"read at {r.at - o:+.2f}: {sorted(r.here)}" for r in [self.asked.reading] if r),
+            *(f"read at {r.at - o:+.2f}: {sorted(r.here)}" for r in self.asked.readings),
             *(
                 f"{d.name} away {d.began - o:+.2f} .. {d.ended - o:+.2f}"
                 for d in self.cluster.outages
@@ -78,7 +78,7 @@ class _Truth:
         yield from self._about_bytes()
         for k in self.info.keys:
             yield from self._about_key(k, NUMBERS[Key(bytes.fromhex(k.key))])
-        yield from self._about_reading()
+        yield from self._about_readings()
 
     def _about_its_record(self) -> Iterator[str]:
         info = self.info
@@ -162,15 +162,14 @@ class _Truth:
             if request.byte_budget is None or upto * PAGE <= request.byte_budget:
                 yield f"{n} had no room, where there was some"
 
-    def _about_reading(self) -> Iterator[str]:
-        info, reading = self.info, self.asked.reading
-        if reading is None or info.ended is None:
-            return
-        if reading.wrong:
-            yield f"wrong bytes of {sorted(reading.wrong)}"
+    def _about_readings(self) -> Iterator[str]:
+        info = self.info
         here = {NUMBERS[Key(bytes.fromhex(k.key))] for k in info.keys if k.outcome in _HERE}
-        # A roomy target loses nothing but by its death.
-        held = info.target != "t2" or reading.at < info.ended + self.request.hold - 0.1
-        died = self.cluster.disturbed([info.target], info.ended, reading.at)
-        if held and not died and not here <= reading.here:
-            yield f"{sorted(here - reading.here)} are not here, and should be held"
+        for reading in self.asked.readings if info.ended is not None else ():
+            if reading.wrong:
+                yield f"wrong bytes of {sorted(reading.wrong)}"
+            # A roomy target loses nothing but by its death.
+            held = info.target != "t2" or reading.at < info.ended + self.request.hold - 0.1
+            died = self.cluster.disturbed([info.target], info.ended, reading.at)
+            if held and not died and not here <= reading.here:
+                yield f"{sorted(here - reading.here)} are not here, and should be held"
