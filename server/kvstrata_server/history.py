@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, func, literal, or_, select, tuple_
+from sqlalchemy import ColumnElement, and_, func, or_, select
 
 from kvstrata import api
 from kvstrata.api import Outcome, TransferState
@@ -22,7 +22,6 @@ _MOST_HOLD = 3600.0
 _IDS = 500  # in one statement
 # Rows of one read: they are taken apart on the event loop.
 _CHUNKS = 5_000
-_PLACE = tuple_(TransferChunkRow.transfer_id, TransferChunkRow.position)
 _UNENDED = [state.value for state in TransferState if not state.ended]
 
 
@@ -122,27 +121,30 @@ async def _whole(database: Database, condition: Any) -> list[Transfer]:
     ids = sorted(found)
     for start in range(0, len(ids), _IDS):
         # By id: the condition may be true no more, when another server ended one meanwhile.
-        of = TransferChunkRow.transfer_id.in_(ids[start : start + _IDS])
-        # Not from the beginning of the table, if it should be gone through in order.
-        after = (ids[start], -1)
-        while True:
-            part = await database.rows(
-                select(TransferChunkRow.__table__)
-                .where(of, tuple_(*map(literal, after)) < _PLACE)
-                .order_by(TransferChunkRow.transfer_id, TransferChunkRow.position)
-                .limit(_CHUNKS)
-            )
-            for chunk in part:
-                transfer = found[chunk.transfer_id]
-                transfer.keys.append(Key(chunk.key))
-                transfer.outcomes.append(Outcome(chunk.outcome))
-                transfer.sources.append(chunk.source)
-            if len(part) < _CHUNKS:
-                break
-            after = part[-1].transfer_id, part[-1].position
-            await asyncio.sleep(0)
+        await _read_chunks(database, {id_: found[id_] for id_ in ids[start : start + _IDS]})
     # None that was forgotten meanwhile.
     return [transfer for transfer in found.values() if transfer.keys]
+
+
+async def _read_chunks(database: Database, of: Mapping[str, Transfer]) -> None:
+    """A range of positions of all of them at a time: each database seeks that in the primary key,
+    as it does not the rows after one of (id, position), of which it reads all for every part."""
+    chunks = TransferChunkRow
+    left, first = list(of), 0
+    while left:
+        end = first + max(1, _CHUNKS // len(left))
+        part = await database.rows(
+            select(chunks.__table__)
+            .where(chunks.transfer_id.in_(left), first <= chunks.position, chunks.position < end)
+            .order_by(chunks.transfer_id, chunks.position)
+        )
+        for chunk in part:
+            transfer = of[chunk.transfer_id]
+            transfer.keys.append(Key(chunk.key))
+            transfer.outcomes.append(Outcome(chunk.outcome))
+            transfer.sources.append(chunk.source)
+        left, first = [id_ for id_ in left if len(of[id_].keys) == end], end
+        await asyncio.sleep(0)
 
 
 def _transfer(row: Any) -> Transfer:
