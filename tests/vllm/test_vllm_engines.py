@@ -34,7 +34,13 @@ from vllm_processes import (
     tier,
 )
 
-from kvstrata.api import LookupRequest, TransferRequest, TransferState
+from kvstrata.api import (
+    LookupRequest,
+    NamespaceTokens,
+    TokenLookup,
+    TransferRequest,
+    TransferState,
+)
 from kvstrata.client import Client
 from kvstrata.control import SyncControlPlane
 from kvstrata.keys import Key
@@ -400,6 +406,15 @@ def test_layers_with_windows_are_groups_of_their_own(site: Site) -> None:
         full = kinds.index("full")
         keys = keys_of(engine, client, PROMPT, group=full)
         eventually(lambda: len(read_chunks(client, keys, wait=0)) == CHUNKS)
+        # The control plane hashes the prompt as vLLM did, and sees what a hit takes: of windows the
+        # last chunks alone, and there were never more.
+        namespace = client.namespace.digest.hex()
+        prompt = NamespaceTokens(namespace=namespace, token_ids=PROMPT)
+        asked = TokenLookup(tokens=prompt, nodes=[site.node.id], return_keys=True)
+        with SyncControlPlane(site.url, TOKEN) as control:
+            eventually(lambda: [n.tokens for n in control.lookup(asked).nodes] == [CACHED])
+            needed = control.lookup(asked).nodes[0].keys or []
+        assert {key.hex() for key in keys} < set(needed)
         hit = engine.generate(PROMPT)
         engine.reset()
         same(engine.generate(PROMPT), hit)
