@@ -69,7 +69,7 @@ class Records:
 
     def _drop_key(self, transfer_id: str) -> None:
         key = self._keys.pop(transfer_id, None)
-        if key is not None and self._by_key[key].id == transfer_id:
+        if key is not None and (known := self._by_key.get(key)) and known.id == transfer_id:
             del self._by_key[key]
 
     def is_sure(self, transfer: Transfer) -> bool:

@@ -129,7 +129,8 @@ class Scheduler:
             self._unended.remove(transfer_id)
         for transfer in found.values():
             self._unended.add(transfer)
-            self._records.begun(transfer)
+            if not self._log_as:  # else SQL is asked for keys that were used
+                self._records.begun(transfer)
         for untold in await history.untold(self._database, self._clock(), _NOTICE):
             transfer_id, target, until = untold
             self._outgoing.notify(target, transfer_id, until)

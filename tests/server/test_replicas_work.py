@@ -400,3 +400,20 @@ async def test_one_is_killed_and_the_other_ends_what_it_had(postgres_address):
         for server in (first, second):
             if server.process.poll() is None:
                 server.end()
+
+
+async def test_memory_holds_no_keys_of_requests_that_sql_has(postgres_address):
+    async with two(postgres_address) as servers:
+        first, second = servers
+        await pair(first, second)
+        made = [await first.control.create_transfer(asked(n), f"k{n}") for n in range(3)]
+        # At each, as after the change log was lost.
+        for server in servers:
+            await server.state.transfers.load()
+        await told(*servers)
+        for server in servers:
+            server.state.transfers.sweep()
+            records = server.state.transfers._records
+            assert (records._by_key, records._keys) == ({}, {})
+            again = await server.control.create_transfer(asked(0), "k0")
+            assert again.id == made[0].id
