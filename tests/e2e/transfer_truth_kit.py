@@ -168,8 +168,10 @@ class _Truth:
         for reading in self.asked.readings if info.ended is not None else ():
             if reading.wrong:
                 yield f"wrong bytes of {sorted(reading.wrong)}"
-            # A roomy target loses nothing but by its death.
-            held = info.target != "t2" or reading.at < info.ended + self.request.hold - 0.1
+            # A roomy target loses nothing but by its death; to cancel what is over ends its hold.
+            held = info.target != "t2" or (
+                reading.at < info.ended + self.request.hold - 0.1 and not self.asked.cancelled
+            )
             died = self.cluster.disturbed([info.target], info.ended, reading.at)
             if held and not died and not here <= reading.here:
                 yield f"{sorted(here - reading.here)} are not here, and should be held"
