@@ -22,6 +22,8 @@ _MOST_HOLD = 3600.0
 _IDS = 500  # in one statement
 # Rows of one read: they are taken apart on the event loop.
 _CHUNKS = 5_000
+# Seconds of a hold that was released; of others it is not above 0.
+_RELEASED_HOLD = -TransferRow.hold
 _UNENDED = [state.value for state in TransferState if not state.ended]
 
 
@@ -36,17 +38,21 @@ async def unended(database: Database, among: Sequence[str] | None = None) -> lis
 async def untold(database: Database, now: float, notice: float) -> list[tuple[str, str, float]]:
     """(id, target, until) of those whose target may still have to be told that they are over:
     for `notice` seconds that they were cancelled or expired, or that a hold was released."""
-    held = TransferRow.ended - TransferRow.hold
+    hold = _RELEASED_HOLD.label("released_hold")
     stopped = TransferRow.state.in_([TransferState.CANCELLED.value, TransferState.EXPIRED.value])
     rows = await database.rows(
-        select(TransferRow.id, TransferRow.target, TransferRow.ended, TransferRow.hold).where(
+        select(TransferRow.id, TransferRow.target, TransferRow.ended, hold).where(
             or_(
                 and_(stopped, TransferRow.ended > now - notice),
-                and_(TransferRow.hold < 0, held > now, TransferRow.ended > now - _MOST_HOLD),
+                and_(
+                    _RELEASED_HOLD > 0,
+                    TransferRow.ended + _RELEASED_HOLD > now,
+                    TransferRow.ended > now - _MOST_HOLD,
+                ),
             )
         )
     )
-    return [(row.id, row.target, row.ended + max(-row.hold, notice)) for row in rows]
+    return [(row.id, row.target, row.ended + max(row.released_hold, notice)) for row in rows]
 
 
 async def by_id(database: Database, transfer_id: str) -> Transfer | None:
@@ -156,7 +162,8 @@ def _transfer(row: Any) -> Transfer:
         priority=row.priority,
         created=row.created,
         deadline=row.deadline,
-        hold=row.hold,
+        hold=abs(row.hold),
+        released=row.hold < 0,
         byte_budget=row.byte_budget,
         keys=[],
         outcomes=[],

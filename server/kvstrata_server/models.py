@@ -176,7 +176,7 @@ class TransferRow(Base):
     deadline: Mapped[float] = mapped_column(Double)
     ended: Mapped[float | None] = mapped_column(Double, index=True)
     hold: Mapped[float] = mapped_column(Double)
-    """Seconds after its end; negative: given up before, by request."""
+    """Seconds after its end; negative: those of a hold that was released, by request."""
     byte_budget: Mapped[int | None] = mapped_column(BigInteger)
     free_only: Mapped[bool] = mapped_column(Boolean)
     moved_bytes: Mapped[int] = mapped_column(BigInteger)

@@ -42,6 +42,8 @@ class Transfer:
     hints: dict[str, Any] = field(default_factory=dict)
     free_only: bool = False
     """Whether it may take only what is free at the target."""
+    released: bool = False
+    """Whether its target was told to hold nothing of it any more."""
     taken_by: str | None = None
     """Incarnation of the target that said it works on this."""
     offered: float | None = None
@@ -57,8 +59,8 @@ class Transfer:
     @property
     def holds_until(self) -> float:
         """When the target gives up what it keeps leased of this; 0 while it runs, of none, and of
-        what it was told to give up: a `hold` that was released is negative."""
-        if self.ended is None or self.hold <= 0 or self.state in _STOPPED:
+        what it was told to give up."""
+        if self.ended is None or not self.hold or self.released or self.state in _STOPPED:
             return 0.0
         held = any(o in (Outcome.STORED, Outcome.PRESENT) for o in self.outcomes)
         return self.ended + self.hold if held else 0.0

@@ -234,7 +234,7 @@ class Scheduler:
                 return transfer.info()
         until = transfer.holds_until
         if until > self._clock():
-            transfer.hold = -transfer.hold
+            transfer.released = True
             self._records.put(
                 transfer_id,
                 ReleaseHold(transfer_id, transfer.target, until, self._clock(), self._log_as),
