@@ -105,9 +105,15 @@ class Drain:
         for key in keys:
             self.attempts.pop(key, None)
 
-    def count_left(self, waiting_is: LeftReason = LeftReason.WAITING) -> None:
+    def tried(self, keys: Iterable[Key]) -> Counter[LeftReason]:
+        """How many of these were tried, and don't just wait."""
+        found = (self.attempts[key].why for key in keys if key in self.attempts)
+        return Counter(why for why in found if why is not LeftReason.WAITING)
+
+    def count_left(
+        self, tried: Counter[LeftReason], waiting_is: LeftReason = LeftReason.WAITING
+    ) -> None:
         """Sort what remains by reason; what nothing was tried for waits, or what that is now."""
-        tried = Counter(a.why for a in self.attempts.values() if a.why is not LeftReason.WAITING)
         rest = self.chunks - tried.total()
         self.left = {why: count for why, count in tried.items() if count}
         if rest > 0:
@@ -115,8 +121,11 @@ class Drain:
 
     # ------------------------------------------------------------ as message and row
 
-    def info(self, remaining: api.Amount | None = None, advice: str = "") -> api.DrainInfo:
-        """`remaining` is what is only at the node now, where that was counted."""
+    def info(
+        self, remaining: api.Amount | None = None, advice: str = "", is_known: bool = True
+    ) -> api.DrainInfo:
+        """`remaining` is what is only at the node now, where that was counted; `is_known`: whether
+        the node may be stopped if that is nothing."""
         now = remaining or api.Amount(chunks=self.chunks, bytes=self.bytes)
         left = self.left if now.chunks else {}
         return api.DrainInfo(
@@ -126,7 +135,10 @@ class Drain:
             for_=self.purpose,
             state=self.state,
             in_force=self.in_force,
-            may_stop=self.in_force and self.state is DrainState.DRAINED and not now.chunks,
+            may_stop=self.in_force
+            and self.state is DrainState.DRAINED
+            and not now.chunks
+            and is_known,
             created=self.created,
             deadline=self.deadline,
             ended=self.ended,

@@ -118,6 +118,7 @@ class Drains:
     async def create(self, node_id: str, asked: api.DrainRequest) -> api.DrainInfo:
         """Raises `Missing` for unknown nodes, `Conflict` where the node is drained for another
         purpose or is to be its own target, `Busy`."""
+        await self._refresh(at_once=True)
         node = self._cluster.require(node_id)
         for target in asked.targets or ():
             if self._cluster.require(target) is node:
@@ -132,8 +133,7 @@ class Drains:
             return await self._info(before)
         self._writer.require_room()
         if before is not None:
-            before.in_force = False
-            self._write(before)
+            self._supersede(before, node)
         now = self._clock()
         drain = Drain(
             id=f"{int(now * 1000):012x}-{secrets.token_hex(8)}",
@@ -145,6 +145,7 @@ class Drains:
             targets=asked.targets,
         )
         self._adopt(drain)
+        self._write(drain)  # before anything is waited for: what isn't written may be dropped
         await self._count(drain)
         self._write(drain)
         self._nudge(node_id)
@@ -184,14 +185,19 @@ class Drains:
         return drain_of(rows[0])
 
     async def _info(self, drain: Drain) -> api.DrainInfo:
+        """While it goes on it is counted all the time, and not once more for all who ask."""
         node = self._node_of(drain)
-        if node is None or not drain.in_force:
-            return drain.info()
+        if node is None or not (drain.in_force and drain.state.ended):
+            return drain.info(is_known=node is not None)
+        is_known = drain.state is not DrainState.DRAINED or await self._knows_of_others(drain)
         found = await Remaining(self._cluster, node, drain.purpose).find()
         advice = ""
         if drain.state is DrainState.DRAINED and found.chunks:
             advice = "What was safe elsewhere is so no more: drain again."
-        return drain.info(api.Amount(chunks=found.chunks, bytes=found.bytes), advice)
+        elif not is_known:
+            advice = "Whether other nodes are drained can't be read at the moment: ask again."
+        now = api.Amount(chunks=found.chunks, bytes=found.bytes)
+        return drain.info(now, advice, is_known=is_known)
 
     # ------------------------------------------------------------ the node's side
 
@@ -296,9 +302,11 @@ class Drains:
         if not drain.settled and now - self._nudged.get(node.id, 0.0) >= _NUDGE:
             self._nudge(node.id)
         await self._emptying.step(drain, node)
-        if drain.chunks == 0:
-            if drain.settled:
+        if drain.chunks == 0 and drain.settled and await self._knows_of_others(drain):
+            await self._count(drain)
+            if drain.chunks == 0 and self._goes_on(drain):
                 self._end(drain, LeftReason.WAITING, "")
+        if drain.chunks == 0 or not self._goes_on(drain):
             return
         under_way = drain.moves or drain.order is not None
         if not under_way and now - drain.active > max(_PATIENCE, self._cluster.ttl):
@@ -319,7 +327,19 @@ class Drains:
         is_sure = not self._database.shared or (node is not None and self._is_ours(node))
         if not is_sure and self._clock() - since < _LATE:
             return
-        del self._strange[drain.id]
+        self._leave(drain, node)
+
+    def _supersede(self, drain: Drain, node: Node) -> None:
+        """Another one is about to begin: this one has ended, or is of an earlier incarnation."""
+        if drain.incarnation != node.incarnation:
+            self._leave(drain, node)
+        else:
+            drain.in_force = False
+            self._write(drain)
+
+    def _leave(self, drain: Drain, node: Node | None) -> None:
+        """What was to be drained is not there any more."""
+        self._strange.pop(drain.id, None)
         what = "left" if node is None or node.gone else "started anew"
         if not drain.state.ended:
             drain.moves.clear()
@@ -336,7 +356,7 @@ class Drains:
         else:
             if not drain.settled:
                 why += ", and it has not said that it takes no new chunks and what it holds"
-            drain.count_left(waiting_was)
+            drain.count_left(drain.tried(drain.attempts), waiting_was)
             self._ended(drain, DrainState.PARTIAL, _told(drain, why))
         self._write(drain)
 
@@ -386,20 +406,40 @@ class Drains:
             while len(self._put) > len(self._active) + 100:
                 del self._put[next(iter(self._put))]
 
-    async def _refresh(self) -> None:
-        """What the other servers wrote."""
+    async def _knows_of_others(self, drain: Drain) -> bool:
+        """Whether this server has read of those drains that may count on this one's node, and this
+        one is in SQL for theirs to read: of two that count on each other, one learns of it."""
+        if not self._database.shared:
+            return True
+        found = await self._refresh(at_once=True)
+        return drain.node in found and found[drain.node].id == drain.id
+
+    def _goes_on(self, drain: Drain) -> bool:
+        """It may have ended, or been replaced, while something was waited for."""
+        return self._active.get(drain.node) is drain and not drain.state.ended
+
+    async def _refresh(self, at_once: bool = False) -> dict[str, Drain]:
+        """What the other servers wrote, unless that was read a moment ago; by node what is in
+        force, as read."""
         now = self._clock()
-        if not self._database.shared or abs(now - self._refreshed) < _REFRESH:
-            return
+        if not self._database.shared or (abs(now - self._refreshed) < _REFRESH and not at_once):
+            return {}
         self._refreshed = now
+        committed = self._writer.committed
+        found: dict[str, Drain] = {}
         try:
-            found = {row.node: drain_of(row) for row in await self._rows(DrainRow.in_force)}
+            for row in await self._rows(DrainRow.in_force):
+                if row.node in found:
+                    self._replaced(found[row.node])
+                found[row.node] = drain_of(row)
         except Busy:
-            return  # they are as they were
+            return {}  # they are as they were
         for node_id, drain in list(self._active.items()):
             written = self._put.get(drain.id)
-            is_written = written is None or self._writer.committed >= written[1]
-            if is_written and (node_id not in found or found[node_id].id != drain.id):
+            is_written = written is None or committed >= written[1]
+            there = found.get(node_id)
+            is_replaced = there is not None and there.id > drain.id
+            if is_replaced or (is_written and (there is None or there.id != drain.id)):
                 drain.in_force = False
                 self._drop(drain)
         for node_id, drain in found.items():
@@ -407,6 +447,15 @@ class Drains:
             if ours is None or (ours.id == drain.id and self._is_behind(ours, drain)):
                 self._adopt(drain)
                 self._wake.set()
+        return found
+
+    def _replaced(self, drain: Drain) -> None:
+        """Two servers were asked at the same time, and the later one's goes on."""
+        drain.in_force = False
+        if not drain.state.ended:
+            drain.state, drain.ended = DrainState.CANCELLED, self._clock()
+            drain.detail = "replaced: another server was asked for one, too"
+        self._write(drain)
 
     def _is_behind(self, ours: Drain, written: Drain) -> bool:
         """Whether another server has got on with it."""

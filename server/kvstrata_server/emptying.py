@@ -12,7 +12,9 @@ is found again.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 
 from kvstrata import api
@@ -28,6 +30,8 @@ from kvstrata_server.transfers import Scheduler
 __all__ = ["Emptying"]
 
 _LOOKED_AT = 4096
+# Looked up between two turns of others.
+_PRUNED = 1024
 _PART_KEYS = 1024
 _PART_BYTES = 256 << 20
 _MOST_MOVES = 4
@@ -62,7 +66,7 @@ class Emptying:
         remaining = Remaining(self._cluster, node, drain.purpose)
         found = await remaining.find()
         self._counted(drain, found.chunks, found.bytes)
-        self._prune(drain, remaining)
+        await self._prune(drain, remaining)
         return remaining
 
     async def step(self, drain: Drain, node: Node) -> None:
@@ -74,7 +78,7 @@ class Emptying:
             _LOOKED_AT, lambda key: key not in busy and drain.may_try(key, now)
         )
         self._counted(drain, found.chunks, found.bytes)
-        self._prune(drain, remaining)
+        await self._prune(drain, remaining)
         stores = self._stores(node, remaining, drain)
         to_store: list[Key] = []
         to_move: list[Key] = []
@@ -108,11 +112,17 @@ class Emptying:
             drain.active = self._clock()
         drain.chunks, drain.bytes = chunks, nbytes
 
-    def _prune(self, drain: Drain, remaining: Remaining) -> None:
-        tried = list(drain.attempts)
-        safe = remaining.safe(tried)
-        drain.forget(key for key, is_safe in zip(tried, safe, strict=True) if is_safe)
-        drain.count_left()
+    async def _prune(self, drain: Drain, remaining: Remaining) -> None:
+        """Forget what was tried for chunks that are safe now; for many others it was in vain."""
+        attempts = list(drain.attempts)
+        tried: Counter[LeftReason] = Counter()
+        for start in range(0, len(attempts), _PRUNED):
+            part = attempts[start : start + _PRUNED]
+            safe = remaining.safe(part)
+            drain.forget(key for key, is_safe in zip(part, safe, strict=True) if is_safe)
+            tried += drain.tried(part)
+            await asyncio.sleep(0)
+        drain.count_left(tried)
 
     # ------------------------------------------------------------ stores
 

@@ -76,6 +76,7 @@ class Remaining:
                     part = slice(start, start + _MADE)
                     keys = self._cluster.index.families.keys(families[part], words[part])
                     found.some += filter(wanted, keys)
+                    await asyncio.sleep(0)
                 await asyncio.sleep(0)
         del found.some[most:]
         return found

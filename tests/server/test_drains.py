@@ -19,13 +19,15 @@ from server_kit import (
     running,
     store,
 )
+from sqlalchemy import select
 
 from kvstrata import api
 from kvstrata.api import DrainState, LeftReason, NodeState, Outcome
-from kvstrata.errors import Missing, PeerRefused
+from kvstrata.errors import Busy, Missing, PeerRefused
 from kvstrata_server import drains as drains_module
 from kvstrata_server import emptying as emptying_module
 from kvstrata_server import tokens
+from kvstrata_server.models import DrainRow
 from kvstrata_server.roles import Role
 
 S = DrainState
@@ -506,10 +508,10 @@ async def test_two_that_go_do_not_count_on_each_other(tmp_path):
         await b.report(host(keys(0)))
         assert (await begin(r, "b")).remaining.chunks == 0
         assert (await begin(r, "a")).remaining.chunks == 2
-        assert (await r.control.drain_of("b")).remaining.chunks == 2
         await settle(a)
         await settle(b)
         await step(r)
+        assert (await r.control.drain_of("b")).remaining.chunks == 2
         moved = {*await c.pull(reports=False), *await c.pull(reports=False)}
         assert moved == set(keys(0, 1))
         await c.report(host(keys(0, 1)))
@@ -556,6 +558,24 @@ async def test_a_node_that_starts_anew_ends_it_with_what_is_true(place, held, mo
             assert "started anew before it was drained" in info.detail
         assert (await r.control.node("a")).drain is None
         await r.control.create_transfer(api.TransferRequest(target="a", keys=keys(5)))
+
+
+async def test_a_node_that_starts_anew_may_be_drained_at_once(place):
+    async with cluster(place, *PLAIN) as (r, a, _):
+        await a.report(host(keys(0)))
+        first = await begin(r)
+        a.incarnation, a.seq = "i2", 0
+        await a.join()
+        r.clock.advance(0.1)
+        second = await begin(r)
+        assert second.id != first.id
+        await r.state.writer.flushed(10)
+        rows = await r.state.database.rows(select(DrainRow.__table__).order_by(DrainRow.id))
+        assert [(row.state, row.in_force, row.ended is None) for row in rows] == [
+            ("partial", False, False),
+            ("draining", True, True),
+        ]
+        assert "started anew" in rows[0].detail
 
 
 async def test_a_node_that_leaves_ends_it(place):
@@ -640,6 +660,98 @@ async def test_servers_of_one_database_share_them(postgres_address):
         assert (await step(second)).in_force is False
         await a.beat()
         assert not a.draining
+
+
+@asynccontextmanager
+async def two_servers(address, clock):
+    """That know of the nodes `a`, which talks to the first, and `b`, which talks to the second, and
+    of two chunks that both of these have. Each has read of drains just now."""
+    async with running(address, clock) as first, running(address, clock) as second:
+        a, b = await Node(first, "a").join(), await Node(second, "b").join()
+        for node in (a, b):
+            await node.report(host(keys(0, 1)))
+        for server in (first, second):
+            server.state.follower.tell()
+            await server.state.writer.flushed(10)
+        for server in (first, second):
+            while await server.state.follower.read():
+                pass
+        for server in (first, second):
+            await server.state.drains.advance()
+        yield first, second, a, b
+
+
+async def test_two_nodes_that_go_at_two_servers_do_not_count_on_each_other(postgres_address):
+    clock = TurnedClock()
+    async with two_servers(postgres_address, clock) as (first, second, a, b):
+        await begin(first, "a")
+        await begin(second, "b")
+        for _ in range(3):  # within the second in which neither reads again by itself
+            clock.advance(0.1)
+            for node in (a, b):
+                await settle(node)
+                await node.r.state.drains.advance()
+        told = [await first.control.drain_of("a"), await second.control.drain_of("b")]
+        assert not any(info.may_stop for info in told)
+        assert [info.remaining.chunks for info in told] == [2, 2]
+
+
+async def test_servers_that_are_asked_at_once_agree_on_one(postgres_address, monkeypatch):
+    clock = TurnedClock()
+
+    async def unread(self, at_once=False):
+        return {}
+
+    async with two_servers(postgres_address, clock) as (first, second, a, _):
+        made = await begin(first)
+        clock.advance(0.1)
+        assert (await begin(second)).id == made.id  # as a client asks the next one again
+        await second.control.cancel_drain("a")
+        clock.advance(1)
+        await first.state.drains.advance()
+        # And where both make one before either can read of the other's:
+        with monkeypatch.context() as m:
+            m.setattr(drains_module.Drains, "_refresh", unread)
+            one = await begin(first)
+            clock.advance(0.1)
+            two = await begin(second)
+        assert one.id < two.id
+        for _ in range(2):
+            clock.advance(1)
+            for server in (first, second):
+                await server.state.drains.advance()
+                assert (await server.control.drain_of("a")).id == two.id
+        await a.beat()
+        assert a.draining
+        assert (await first.control.cancel_drain("a")).id == two.id
+        clock.advance(1)
+        for server in (first, second):
+            assert not (await step(server)).in_force
+        await a.beat()
+        assert not a.draining
+        rows = await first.state.database.rows(select(DrainRow.__table__))
+        assert [(row.state, row.in_force) for row in rows] == [("cancelled", False)] * 3
+
+
+async def test_a_server_that_can_not_read_of_other_drains_calls_no_node_drained(
+    postgres_address, monkeypatch
+):
+    clock = TurnedClock()
+
+    async def away(self, *args, **more):
+        raise Busy("the database is away")
+
+    async with two_servers(postgres_address, clock) as (first, _, a, _):
+        await begin(first)
+        await settle(a)
+        with monkeypatch.context() as m:
+            m.setattr(drains_module.Drains, "_rows", away)
+            assert (await step(first)).state is S.DRAINING
+        assert (await step(first)).may_stop
+        monkeypatch.setattr(drains_module.Drains, "_rows", away)
+        info = await first.control.drain_of("a")
+        assert (info.state, info.may_stop) == (S.DRAINED, False)
+        assert "can't be read" in info.detail
 
 
 async def test_one_whose_server_died_is_ended_by_another(postgres_address):

@@ -81,7 +81,8 @@ class DrainLeft(Answer):
 
 
 class DrainInfo(Answer):
-    """The latest drain of a node. While it is in force the numbers are those of this moment."""
+    """The latest drain of a node. The numbers are of a moment ago while it goes on, and of this
+    moment after its end, as long as it is in force."""
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
