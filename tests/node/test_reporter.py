@@ -307,6 +307,24 @@ async def test_a_node_that_is_drained_stores_what_is_only_there_and_settles(tmp_
         await until(lambda: not node.draining)
 
 
+async def test_an_answer_that_was_overtaken_says_nothing_of_now():
+    node = SaidNode()
+    asked = []
+
+    class Slow:
+        async def heartbeat(self, node, beat):
+            asked.append(asyncio.get_running_loop().create_future())
+            return await asked[-1]
+
+    reporter = Reporter(ControlSettings(url="http://unused"), node, control=Slow())
+    beats = [asyncio.create_task(reporter._heartbeat()) for _ in range(3)]
+    await until(lambda: len(asked) == 3)
+    for which, draining, now in ((1, True, True), (0, False, True), (2, False, False)):
+        asked[which].set_result(api.HeartbeatReply(draining=draining))
+        await beats[which]
+        assert node.draining is now
+
+
 async def test_cancelling_reaches_the_pull(tmp_path):
     async with pair(tmp_path) as (target, client, _):
         target.pulling = lambda pull: asyncio.get_running_loop().create_future()

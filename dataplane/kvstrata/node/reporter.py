@@ -12,6 +12,7 @@ would be more than a snapshot.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -72,6 +73,9 @@ class Reporter:
         self._node = ""
         self._incarnation = ""
         self._events: list[api.EventsAt] = []
+        self._beats = itertools.count()
+        self._last_beat = -1
+        """Number of the latest heartbeat that was answered."""
         self._closed = False
         self._running: asyncio.Task[None] | None = None
 
@@ -240,6 +244,7 @@ class Reporter:
         await self._sleep(self._heartbeat_interval)
 
     async def _heartbeat(self) -> None:
+        number = next(self._beats)
         self._outbox.collect()
         healthy, detail = self._reported.health()
         reply = await self._control.heartbeat(
@@ -255,7 +260,8 @@ class Reporter:
             ),
         )
         self._answered()
-        self._reported.draining = reply.draining
+        if number > self._last_beat:  # two may be under way, and the later one answered first
+            self._last_beat, self._reported.draining = number, reply.draining
         if reply.snapshot_wanted:
             self._outbox.want_snapshot()
 
