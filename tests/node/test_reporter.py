@@ -317,6 +317,7 @@ async def test_an_answer_that_was_overtaken_says_nothing_of_now():
             return await asked[-1]
 
     reporter = Reporter(ControlSettings(url="http://unused"), node, control=Slow())
+    reporter._incarnation = node.incarnation
     beats = [asyncio.create_task(reporter._heartbeat()) for _ in range(3)]
     await until(lambda: len(asked) == 3)
     for which, draining, now in ((1, True, True), (0, False, True), (2, False, False)):
