@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
-from sqlalchemy import Executable, delete, func, insert, select
+from sqlalchemy import Double, Executable, cast, delete, extract, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from kvstrata.api import TransferState
@@ -182,36 +182,44 @@ def decode_work(raw: bytes) -> WorkEntry | None:
         return None
 
 
+# By the clock of the database, which is one: entries are as old as they have been there, however
+# long they waited before or wrong the clock of who wrote them is. They become visible when their
+# transaction ends, which is within `batch_seconds` of the writer.
+_NOW = cast(extract("epoch", func.statement_timestamp()), Double)
+
+
 @dataclass(frozen=True, slots=True)
 class LogEntry:
+    """Of servers that share PostgreSQL."""
+
     server: str
-    time: float
     entry: Entry
     rows: int = 1
 
     async def apply(self, connection: AsyncConnection) -> None:
         await connection.execute(
             insert(ChangeRow).values(
-                server=self.server, time=self.time, entry=msgspec.msgpack.encode(self.entry)
+                server=self.server, time=_NOW, entry=msgspec.msgpack.encode(self.entry)
             )
         )
 
 
-async def tell(connection: AsyncConnection, server: str, time: float, entry: Entry) -> None:
+async def tell(connection: AsyncConnection, server: str, entry: Entry) -> None:
     """Log it, in the transaction of what it is about. No `server`: there is nobody to tell."""
     if server:
-        await LogEntry(server, time, entry).apply(connection)
+        await LogEntry(server, entry).apply(connection)
 
 
 @dataclass(frozen=True, slots=True)
 class TrimLog:
-    """Drop what is older: who was away for longer loads everything again."""
+    """Drop what has been there for longer than `age` seconds: who was away for longer loads
+    everything again."""
 
-    before: float
+    age: float
     rows: int = 1
 
     async def apply(self, connection: AsyncConnection) -> None:
-        await connection.execute(delete(ChangeRow).where(ChangeRow.time < self.before))
+        await connection.execute(delete(ChangeRow).where(ChangeRow.time < _NOW - self.age))
 
 
 @dataclass(frozen=True, slots=True)

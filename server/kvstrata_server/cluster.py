@@ -473,7 +473,7 @@ class Cluster:
         return [node for node in map(self.nodes.__getitem__, heard) if not node.gone]
 
     def _logged(self, entry: Entry) -> Write:
-        return LogEntry(self._log_as, self._clock(), entry)
+        return LogEntry(self._log_as, entry)
 
     def _row(self, node: Node) -> PutNode:
         return PutNode(

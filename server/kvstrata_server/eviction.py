@@ -115,7 +115,7 @@ class PutEviction:
             "request_digest": self.request_digest,
         }
         await connection.execute(insert(EvictionRow).values(row))
-        await tell(connection, self.log_as, self.info.created, EvictionMade(self.info.id))
+        await tell(connection, self.log_as, EvictionMade(self.info.id))
         self.kept = self.info.id
 
 
@@ -149,7 +149,7 @@ class AnswerEviction:
             values |= _ended(state, self.time)
             shown |= {"state": state, "ended": self.time}
         await connection.execute(update(EvictionRow).where(mine).values(values))
-        await tell(connection, self.log_as, self.time, EvictionAnswered(self.id, node))
+        await tell(connection, self.log_as, EvictionAnswered(self.id, node))
         self.info = self.info.model_copy(update=shown)
 
 
@@ -169,7 +169,7 @@ class ExpireEviction:
             .values(_ended(EvictionState.EXPIRED, self.time))
         )
         if found.rowcount:
-            await tell(connection, self.log_as, self.time, EvictionEnded(self.id))
+            await tell(connection, self.log_as, EvictionEnded(self.id))
 
 
 @dataclass(frozen=True, slots=True)

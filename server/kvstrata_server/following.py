@@ -163,7 +163,7 @@ class Follower:
             for node in self._cluster.take_heard()
         ]
         if heard and self._database.shared:
-            self._writer.put(LogEntry(self._name, self._clock(), Seen(heard)))
+            self._writer.put(LogEntry(self._name, Seen(heard)))
 
     def _follow(self, number: int, raw: bytes) -> None:
         try:

@@ -232,7 +232,7 @@ class ControlState:
                 self.writer.put(ForgetAudit(self.clock() - self.settings.audit_retention))
                 self.cluster.forget_old(_NODE_RETENTION)
                 if self.database.shared:
-                    self.writer.put(TrimLog(self.clock() - LOG_RETENTION), ForgetChunks())
+                    self.writer.put(TrimLog(LOG_RETENTION), ForgetChunks())
             await asyncio.sleep(_SWEEP_INTERVAL)
 
     async def load(self) -> None:

@@ -123,7 +123,7 @@ class PutTransfer:
             for c in self.chunks
         ]
         await many(connection, insert(table_of(TransferChunkRow)), chunks)
-        await tell(connection, self.log_as, self.created, TransferMade(self.id))
+        await tell(connection, self.log_as, TransferMade(self.id))
         self.kept = self.id
 
 
@@ -138,7 +138,6 @@ class AdvanceTransfer:
     bytes: int
     detail: str
     chunks: Sequence[ChunkOutcome]
-    time: float
     log_as: str
 
     @property
@@ -150,7 +149,7 @@ class AdvanceTransfer:
             return
         await _set_outcomes(connection, self.id, self.chunks)
         entry = TransferAdvanced(self.id, self.incarnation, self.link, self.bytes)
-        await tell(connection, self.log_as, self.time, entry)
+        await tell(connection, self.log_as, entry)
 
 
 @dataclass(slots=True)
@@ -199,7 +198,7 @@ class EndTransfer:
             await connection.execute(
                 update(transfers).where(transfers.c.id == self.id).values(state=state.value)
             )
-        await tell(connection, self.log_as, self.ended, TransferEnded(self.id, self.target, state))
+        await tell(connection, self.log_as, TransferEnded(self.id, self.target, state))
         self.state = state
 
 
@@ -211,7 +210,6 @@ class ReleaseHold:
     target: str
     until: float
     """When it would have ended by itself."""
-    time: float
     log_as: str
     rows: int = 1
 
@@ -224,7 +222,7 @@ class ReleaseHold:
         )
         if found.rowcount:
             entry = HoldReleased(self.id, self.target, self.until)
-            await tell(connection, self.log_as, self.time, entry)
+            await tell(connection, self.log_as, entry)
 
 
 @dataclass(slots=True)

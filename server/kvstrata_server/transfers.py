@@ -237,7 +237,7 @@ class Scheduler:
             transfer.released = True
             self._records.put(
                 transfer_id,
-                ReleaseHold(transfer_id, transfer.target, until, self._clock(), self._log_as),
+                ReleaseHold(transfer_id, transfer.target, until, self._log_as),
             )
             self._outgoing.notify(transfer.target, transfer_id, until)
             await self._records.written(transfer_id)
@@ -312,7 +312,6 @@ class Scheduler:
             transfer.bytes,
             transfer.detail,
             transfer.chunks(changed),
-            self._clock(),
             self._log_as,
         )
         self._records.put(transfer.id, write)

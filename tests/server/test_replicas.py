@@ -1,5 +1,6 @@
 """Several servers on one PostgreSQL: what one is told the others know, and any of them may die."""
 
+import asyncio
 import contextlib
 import signal
 
@@ -11,7 +12,9 @@ from sqlalchemy import text
 from kvstrata import api
 from kvstrata.control import ControlPlane
 from kvstrata.errors import Busy, Expired, KVStrataError, Missing
+from kvstrata_server.changes import TrimLog
 from kvstrata_server.database import Database
+from kvstrata_server.following import LOG_RETENTION
 
 
 async def test_what_one_is_told_the_other_answers(postgres_address):
@@ -54,6 +57,34 @@ async def test_what_is_too_much_for_one_read_is_read_in_parts(postgres_address, 
                 if not await second.state.follower.read():
                     break
         assert await held(second.control, keys(*range(60))) == {"a": {"host": 60}}
+
+
+async def test_what_waited_long_for_sql_is_still_read_by_others(postgres_address):
+    async with two(postgres_address) as (first, second):
+        await join(first.control, "a")
+        await told(first, second)
+        may_write, write_batch = asyncio.Event(), first.state.writer.write_batch
+
+        async def late():
+            await may_write.wait()
+            await write_batch()
+
+        first.state.writer.write_batch = late
+        await first.control.report("a", report(0, host(keys(0))))
+        first.clock.advance(2 * LOG_RETENTION)
+        may_write.set()
+        await first.state.writer.flushed(5)
+
+        async def trim(age):
+            second.state.writer.put(TrimLog(age))
+            await second.state.writer.flushed(5)
+
+        await trim(LOG_RETENTION)
+        await first.control.heartbeat("a", beat())
+        await told(first, second)
+        assert await held(second.control, keys(0)) == {"a": {"host": 1}}
+        await trim(0.0)
+        assert await second.state.database.rows(text("SELECT id FROM change_log")) == []
 
 
 async def test_ages_are_known_to_all(postgres_address):
