@@ -94,7 +94,7 @@ class Quotas:
         return (None, None) if quota is None else (quota.max_transfers, quota.max_transfer_bytes)
 
     async def load(self) -> None:
-        """Raises `sqlalchemy.exc.DBAPIError` if the database can't be read."""
+        """Raises `Busy` or `sqlalchemy.exc.DBAPIError` if the database can't be read."""
         looks = select(func.count(), func.max(QuotaRow.changed), func.sum(QuotaRow.changed))
         seen = tuple((await self._database.rows(looks))[0])
         if seen == self._seen:
@@ -114,7 +114,7 @@ class Quotas:
             await asyncio.sleep(_REFRESH)
             try:
                 await self.load()
-            except (DBAPIError, OSError, TimeoutError):
+            except (Busy, DBAPIError, OSError, TimeoutError):
                 continue  # the writer says in health what is wrong with it
 
     async def put(self, tenant: str, asked: api.QuotaRequest) -> None:

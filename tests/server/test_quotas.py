@@ -1,3 +1,5 @@
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,8 @@ from server_kit import CHUNK_BYTES, NAMESPACE, host, join, keys, report, running
 
 from kvstrata import api
 from kvstrata.control import ControlPlane
-from kvstrata.errors import Malformed, Missing, PeerRefused
+from kvstrata.errors import Busy, Malformed, Missing, PeerRefused
+from kvstrata.testing.waiting import until as waited
 from kvstrata_server import quotas as quotas_module
 from kvstrata_server import tenants, tokens
 from kvstrata_server.quotas import Quota
@@ -221,3 +224,23 @@ async def test_metrics_name_so_many_tenants_and_no_more(tmp_path, monkeypatch):
             f'kvstrata_tenant_bytes{{tenant="~others"}} {5.0 * CHUNK_BYTES}',
             'kvstrata_tenant_quota_bytes{tenant="few"} 99.0',
         ]
+
+
+async def test_it_reads_on_while_the_database_is_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(quotas_module, "_REFRESH", 0.001)
+    async with running(tmp_path) as r:
+        await r.control.put_quota("acme", FULL)
+        failures = [Busy("the database did not answer in 5 seconds"), OSError("reset")]
+        asked = []
+
+        async def away(statement):
+            asked.append(statement)
+            raise failures[len(asked) % 2]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(r.state.database, "rows", away)
+            reading = asyncio.create_task(r.state.quotas.run())
+            await waited(lambda: len(asked) > 4 or reading.done())
+            assert not reading.done()
+            reading.cancel()
+        assert r.state.quotas.get("acme").max_transfers == 3
