@@ -2,7 +2,8 @@
 
 Room is the quota without what the tenant holds by the last count and without what is on its way:
 bytes of transfers that were accepted here and have not ended, or have so lately that the count may
-not have them. So the first of many at once gets what there is.
+not have them; but not those of chunks that were at their target when the count began. So the first
+of many at once gets what there is, and what moves counts once.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from dataclasses import dataclass
 
 from kvstrata import api
 from kvstrata.api import Outcome
-from kvstrata.errors import Malformed, NoSpace
+from kvstrata.errors import Busy, Malformed, NoSpace
 from kvstrata.keys import Key
 from kvstrata_server.clock import Clock
-from kvstrata_server.namespaces import Namespaces
+from kvstrata_server.cluster import Cluster
 from kvstrata_server.planning import Plan
 from kvstrata_server.quotas import Quotas
 from kvstrata_server.transfer import Transfer
-from kvstrata_server.usage import Usage
+from kvstrata_server.usage import Pace, Usage
 
 __all__ = ["Admission"]
 
@@ -27,13 +28,17 @@ __all__ = ["Admission"]
 _UNTOLD = 2.0
 # The longest that it takes to be accepted.
 _ACCEPTANCE = 10.0
+_KEYS_PER_STEP = 1000
 
 
 @dataclass(slots=True)
 class _Claim:
-    """Bytes on their way. `ended`: when it was found that they are not any more; a transfer that
-    is about to be accepted is not yet, and gets a moment for it."""
+    """What is on its way: `keys`, and the `nbytes` of those that the last count can't have.
+    `ended`: when it was found that they are not any more; a transfer that is about to be accepted
+    is not yet, and gets a moment for it."""
 
+    target: str
+    keys: Sequence[Key]
     nbytes: int
     since: float
     begun: bool = False
@@ -56,23 +61,30 @@ class Admission:
         self,
         quotas: Quotas,
         usage: Usage,
-        namespaces: Namespaces,
+        cluster: Cluster,
         clock: Clock,
         moving: Callable[[str], bool],
     ) -> None:
         """`moving(transfer)`: whether it is accepted and has not ended."""
         self._quotas = quotas
         self._usage = usage
-        self._namespaces = namespaces
+        self._cluster = cluster
+        self._namespaces = cluster.namespaces
         self._clock = clock
         self._moving = moving
         self._claims: dict[str, dict[str, _Claim]] = {}
 
     def room(self, tenant: str) -> int | None:
-        """Bytes that may still be brought to any place; None: no bound."""
+        """Bytes that may still be brought to any place; None: no bound. Raises `Busy` before
+        anything was counted."""
         quota = self._quotas.get(tenant)
         if quota is None or quota.max_bytes is None:
             return None
+        if self._usage.counted_at is None:
+            raise Busy(
+                f"tenant {api.tenant_name(tenant)!r} has a quota, and this server has just started "
+                "and not counted yet what it holds: ask again in a moment"
+            )
         return max(0, quota.max_bytes - self._usage.of(tenant).bytes - self._claimed(tenant))
 
     def budget(self, keys: Sequence[Key], asked: int | None) -> int | None:
@@ -107,7 +119,41 @@ class Admission:
                 raise NoSpace(told)
             transfer.detail = told
         if transfer.state is not api.TransferState.PLANNED:
-            self._claims.setdefault(tenant, {})[transfer.id] = _Claim(planned.bytes, self._clock())
+            keys = [
+                key
+                for key, outcome in zip(transfer.keys, outcomes, strict=True)
+                if outcome is Outcome.PENDING
+            ]
+            claim = _Claim(transfer.target, keys, planned.bytes, self._clock())
+            self._claims.setdefault(tenant, {})[transfer.id] = claim
+
+    async def arrivals(self, pace: Pace) -> Callable[[], None]:
+        """See what is at its targets by now. To be awaited before a count, which has all of that,
+        and what it returns to be called with its result."""
+        for tenant in list(self._claims):
+            self._claimed(tenant)  # notes which have ended, and lets go of what is counted
+        found = [
+            (claim, await self._absent(claim, pace))
+            for claims in list(self._claims.values())
+            for claim in list(claims.values())
+        ]
+
+        def apply() -> None:
+            for claim, nbytes in found:
+                claim.nbytes = nbytes
+
+        return apply
+
+    async def _absent(self, claim: _Claim, pace: Pace) -> int:
+        """Bytes of the keys that are not in the target's host memory."""
+        there, total = self._cluster.places.location(claim.target, None), 0
+        for start in range(0, len(claim.keys), _KEYS_PER_STEP):
+            keys = claim.keys[start : start + _KEYS_PER_STEP]
+            for key, holders in zip(keys, self._cluster.index.holders(keys), strict=True):
+                if there not in holders:
+                    total += self._namespaces.chunk_bytes(key)
+            await pace.step()
+        return total
 
     def _claimed(self, tenant: str) -> int:
         now, counted, total = self._clock(), self._usage.counted_at, 0

@@ -126,6 +126,7 @@ class Cluster:
         self.nodes.clear()
         self.places.clear()
         self._heard.clear()
+        self._started = self._clock()
 
     # ------------------------------------------------------------ nodes
 
@@ -179,6 +180,13 @@ class Cluster:
         """Seconds since it was last heard."""
         seen = node.registered if node.last_seen is None else node.last_seen
         return max(0.0, self._clock() - seen)
+
+    def awaited(self) -> list[Node]:
+        """Those not heard since this server started, while that may be for no other reason than
+        that it did."""
+        if self._clock() - self._started > self._ttl:
+            return []
+        return [n for n in self.nodes.values() if n.last_seen is None and not n.gone]
 
     def up(self) -> list[Node]:
         return [node for node in self.nodes.values() if self.state(node) is api.NodeState.UP]

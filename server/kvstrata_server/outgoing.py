@@ -7,6 +7,7 @@ at once, is `turns`'.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -66,13 +67,21 @@ class Outgoing:
         self._turns = turns
         self._orders = orders
         self._mailboxes: dict[str, _Mailbox] = {}
+        self._tenants: dict[str, str] = {}
+        """Transfer -> tenant, of all that are here."""
+        self._targets: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """Tenant -> how many of its transfers are for each target."""
         self._closing = False
 
     def add(self, transfer: Transfer) -> None:
         """It waits for its target; one that runs has its place there, and is offered again."""
         mailbox = self._mailbox(transfer.target)
         mailbox.transfers[transfer.id] = transfer
-        transfer.cost = self._turn(transfer).cost
+        turn = self._turn(transfer)
+        transfer.cost = turn.cost
+        if transfer.id not in self._tenants:
+            self._tenants[transfer.id] = turn.tenant
+            self._targets[turn.tenant][transfer.target] += 1
         if transfer.source not in (ANY, OWN):
             transfer.waits_for = transfer.source
         if transfer.state is api.TransferState.RUNNING:
@@ -85,10 +94,18 @@ class Outgoing:
         mailbox = self._mailbox(transfer.target)
         mailbox.transfers.pop(transfer.id, None)
         mailbox.wake.set()
-        if self._turns.is_limited(self._turn(transfer).tenant):
-            for other in self._mailboxes.values():
-                if other.transfers:  # maybe one that waits for its tenant's turn
-                    other.wake.set()
+        tenant = self._tenants.pop(transfer.id, None)
+        if tenant is None:
+            return
+        targets = self._targets[tenant]
+        targets[transfer.target] -= 1
+        if not targets[transfer.target]:
+            del targets[transfer.target]
+        if not targets:
+            del self._targets[tenant]
+        elif self._turns.is_limited(tenant):
+            for target in targets:  # where one may wait for its tenant's turn
+                self._mailbox(target).wake.set()
 
     def taken(self, transfer: Transfer, link: str = "") -> None:
         """Its target works on it, whichever server handed it out."""

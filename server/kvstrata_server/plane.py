@@ -101,7 +101,10 @@ class ControlState:
             self.database.shared,
         )
         self.turns = Turns(
-            settings.transfers_per_node, settings.transfers_per_link, self.quotas.of_transfers
+            settings.transfers_per_node,
+            settings.transfers_per_link,
+            self.quotas.of_transfers,
+            clock,
         )
         self.tenants = Tenants(self.quotas, self.usage, self.turns, self.evictions)
         self.transfers = Scheduler(
@@ -133,8 +136,9 @@ class ControlState:
             self.transfers,
         )
         self.admission = Admission(
-            self.quotas, self.usage, self.namespaces, clock, lambda id_: id_ in self.transfers
+            self.quotas, self.usage, self.cluster, clock, lambda id_: id_ in self.transfers
         )
+        self.usage.before = self.admission.arrivals
         self.ready = False
         self._tasks = Supervisor()
         self._version = version("kvstrata")

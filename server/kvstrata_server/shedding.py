@@ -86,7 +86,7 @@ class Shedding:
     async def look(self) -> None:
         """Act on the last count, once."""
         counted = self._usage.counted_at
-        if counted is None or counted == self._looked_at:
+        if counted is None or counted == self._looked_at or self._cluster.awaited():
             return
         self._looked_at = counted
         over = {q.tenant: q for q in self._quotas.all() if self._excess(q) > 0}

@@ -9,11 +9,17 @@ and one that was silent has saved up nothing.
 from __future__ import annotations
 
 import heapq
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from kvstrata_server.clock import Clock
+
 __all__ = ["Turn", "Turns"]
+
+# Seconds. A node that waits for commands is looked at again every five.
+_PATIENCE = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,10 @@ class Turns:
     `limits(tenant)`: how many of its transfers may be under way, and of how many bytes; None: no
     bound. One that is larger than that by itself runs alone. Of these, several servers may hand
     out a few too many at a time when each has just begun others.
+
+    A transfer too large for what its tenant has left keeps those behind it waiting, at all nodes,
+    or small ones would go before it for ever. It does so while its target asks for it and no
+    longer than `_PATIENCE` after that: a target that is silent must not stop the tenant.
     """
 
     def __init__(
@@ -45,11 +55,15 @@ class Turns:
         per_node: int,
         per_link: int,
         limits: Callable[[str], tuple[int | None, int | None]] = lambda tenant: (None, None),
+        clock: Clock = time.monotonic,
     ) -> None:
         self.per_node = per_node
         """How many run at one target at once."""
         self._per_link = per_link
         self._limits = limits
+        self._clock = clock
+        self._first: dict[str, tuple[Turn, float]] = {}
+        """By tenant: which waits until its bytes fit, and when its target asked for it last."""
         self._turns: dict[str, Turn] = {}
         self._of: dict[str, tuple[int, int]] = {}
         self._running: dict[str, tuple[str, str]] = {}
@@ -75,12 +89,21 @@ class Turns:
         return self._limits(tenant) != (None, None)
 
     def allows(self, turn: Turn) -> bool:
-        """Whether its tenant may have another one under way."""
+        """Whether its tenant may have another one under way, and this is not behind one that
+        waits for that. To be asked of those whose targets ask for work."""
         most, most_bytes = self._limits(turn.tenant)
+        if most is None and most_bytes is None:
+            return True
         count, nbytes = self.of_tenant(turn.tenant)
-        if most is not None and count >= most:
-            return False
-        return most_bytes is None or not count or nbytes + turn.cost <= most_bytes
+        fits = most_bytes is None or not count or nbytes + turn.cost <= most_bytes
+        now = self._clock()
+        first, asked = self._first.get(turn.tenant, (turn, now))
+        if now - asked > _PATIENCE:
+            first = turn
+        if not fits and _rank(turn) <= _rank(first):
+            self._first[turn.tenant] = turn, now
+        behind = _rank(first) < _rank(turn)
+        return fits and not behind and (most is None or count < most)
 
     def is_busy(self, source: str, target: str) -> bool:
         """Whether this link carries all it may. A source that isn't known (empty) is none."""
@@ -136,6 +159,7 @@ class Turns:
             return
         self._running[turn.id] = link
         self._turns[turn.id] = turn
+        self._let_by(turn)
         before, nbytes = self.of_tenant(turn.tenant)
         self._of[turn.tenant] = before + 1, nbytes + turn.cost
         self._at[target] += 1
@@ -148,6 +172,9 @@ class Turns:
 
     def end(self, transfer: str) -> None:
         """It is over, or was never under way."""
+        for first, _ in list(self._first.values()):
+            if first.id == transfer:
+                self._let_by(first)
         link = self._running.pop(transfer, None)
         if link is None:
             return
@@ -159,3 +186,13 @@ class Turns:
         self._on[link] -= 1
         # Counters keep what fell to nothing.
         self._at, self._on = +self._at, +self._on
+
+    def _let_by(self, turn: Turn) -> None:
+        """Nobody waits behind it any more."""
+        first = self._first.get(turn.tenant)
+        if first is not None and first[0].id == turn.id:
+            del self._first[turn.tenant]
+
+
+def _rank(turn: Turn) -> tuple[int, tuple[float, str]]:
+    return -turn.priority, turn.age

@@ -7,6 +7,8 @@ A chunk counts with the bytes that its namespace says it has, whatever a tier ma
     each store that a node that is up has attached, however many nodes share it
 
 So what counts is what lookups offer. What a silent node holds is counted again when it is back.
+But after a start nodes that nobody has heard yet count as if they were up, for as long as one may
+be silent: else every tenant would seem to hold nothing.
 Chunks of namespaces whose documents nobody has sent yet are counted for no tenant.
 
 A medium of which nothing has changed is not counted again; one that has is, as a whole. That takes
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,7 +30,7 @@ from kvstrata_server.clock import Clock
 from kvstrata_server.cluster import Cluster
 from kvstrata_server.index import HOST, LocationId
 
-__all__ = ["Held", "Medium", "Share", "Usage"]
+__all__ = ["Held", "Medium", "Pace", "Share", "Usage"]
 
 Counts = npt.NDArray[np.int64]
 
@@ -74,7 +76,7 @@ class _Counted:
     chunks: Counts
 
 
-class _Pace:
+class Pace:
     """To be awaited between short steps: others have their turns whenever some were taken.
     `busy` is how many seconds of the processor the steps took."""
 
@@ -98,6 +100,8 @@ class Usage:
         """When the last count began; None before there is one."""
         self.tenants: Mapping[str, Held] = {}
         """Those that hold anything. The empty one: of namespaces that have none."""
+        self.before: Callable[[Pace], Awaitable[Callable[[], None]]] | None = None
+        """Awaited before each count; what it returns is called when the count is told."""
         self._cluster = cluster
         self._clock = clock
         self._counted: dict[Medium, _Counted] = {}
@@ -119,20 +123,23 @@ class Usage:
     async def refresh(self) -> float:
         """Count now. Returns the seconds of work that it took."""
         async with self._one:
-            pace, began = _Pace(), self._clock()
+            pace, began = Pace(), self._clock()
+            settle = None if self.before is None else await self.before(pace)
             counted = {}
             for medium, locations in self._media().items():
                 counted[medium] = await self._count(medium, locations, pace)
             self._counted = counted
             self.tenants = await self._sum(pace)
             self.counted_at = began
+            if settle is not None:
+                settle()
             return pace.busy
 
     async def shares(self, tenant: str) -> dict[Medium, Share]:
         """Of a tenant, by medium that has anything of it, as of the last count."""
         by_medium = self._counted
         sizes = np.zeros(len(self._cluster.index.families), np.int64)
-        pace = _Pace()
+        pace = Pace()
         for first in range(0, len(sizes), _FAMILIES_PER_STEP):
             for number in range(first, min(first + _FAMILIES_PER_STEP, len(sizes))):
                 owner, size = self._about(number)
@@ -157,16 +164,14 @@ class Usage:
     def _media(self) -> dict[Medium, Sequence[LocationId]]:
         places = self._cluster.places
         media: dict[Medium, Sequence[LocationId]] = {}
-        for node in self._cluster.up():
+        for node in (*self._cluster.up(), *self._cluster.awaited()):
             media[Medium(node=node.id)] = [places.location(node.id, None)]
             for store in node.stores:
                 if Medium(store=store) not in media:
                     media[Medium(store=store)] = list(places.sharing(store))
         return media
 
-    async def _count(
-        self, medium: Medium, locations: Sequence[LocationId], pace: _Pace
-    ) -> _Counted:
+    async def _count(self, medium: Medium, locations: Sequence[LocationId], pace: Pace) -> _Counted:
         index = self._cluster.index
         revisions = [(location, index.revision(location)) for location in locations]
         known = self._counted.get(medium)
@@ -182,7 +187,7 @@ class Usage:
         families_there = np.flatnonzero(chunks)
         return _Counted(revisions, families_there, chunks[families_there])
 
-    async def _sum(self, pace: _Pace) -> dict[str, Held]:
+    async def _sum(self, pace: Pace) -> dict[str, Held]:
         by_tier: dict[str, Counts] = {}
         families = len(self._cluster.index.families)
         for medium, counted in self._counted.items():

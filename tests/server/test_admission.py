@@ -6,7 +6,9 @@ from server_kit import CHUNK_BYTES, NAMESPACE, TTL, host, join, report, running,
 
 from kvstrata import api
 from kvstrata.api import Outcome, TransferState
-from kvstrata.errors import Malformed, NoSpace
+from kvstrata.errors import Busy, Malformed, NoSpace
+from kvstrata.testing.waiting import until
+from kvstrata_server.outgoing import Outgoing
 
 ACME, OTHER = replace(NAMESPACE, tenant="acme"), replace(NAMESPACE, tenant="other")
 DOCUMENTS = tuple(n.document.decode() for n in (ACME, OTHER))
@@ -157,3 +159,84 @@ async def test_as_many_transfers_at_once_as_the_quota_says(tmp_path):
         assert await told(r) == []
         await r.control.cancel_transfer(elsewhere.id)
         assert [c.transfer for c in await told(r)] == [made[1].id]
+
+
+async def test_an_end_wakes_only_nodes_with_transfers_of_that_tenant(tmp_path, monkeypatch):
+    async with running(tmp_path) as r:
+        await cluster(r, 100)
+        for node in "cd":
+            await join(r.control, node)
+        await r.control.put_quota("acme", api.QuotaRequest(max_transfers=1))
+        made = [
+            await r.control.create_transfer(api.TransferRequest(target=target, keys=names))
+            for target, names in (("b", acme(1)), ("c", acme(2)), ("d", other(3)))
+        ]
+        for node in "bcd":
+            await told(r, node)
+        looked, look = [], Outgoing._pulls
+
+        def watched(self, node, mailbox):
+            looked.append(node.id)
+            return look(self, node, mailbox)
+
+        monkeypatch.setattr(Outgoing, "_pulls", watched)
+        polls = [asyncio.create_task(r.control.commands(n, "i1", wait=20)) for n in "cd"]
+        await until(lambda: sorted(looked) == ["c", "d"])
+        await end(r, made[0].id, acme(1))
+        assert [c.transfer for c in (await polls[0]).commands] == [made[1].id]
+        assert sorted(looked) == ["c", "c", "d"]
+        polls[1].cancel()
+
+
+async def test_what_moves_counts_once(tmp_path):
+    async with running(tmp_path) as r:
+        await cluster(r, 11)  # of which it has seven
+        room = r.state.admission.room
+        assert room("acme") == 4 * CHUNK_BYTES
+        made = await ask(r, acme(1, 2, 3))
+        assert room("acme") == CHUNK_BYTES
+        await r.control.report("b", report(1, host(acme(1, 2))))
+        await r.state.usage.refresh()
+        assert (r.state.usage.of("acme").chunks, room("acme")) == (9, CHUNK_BYTES)
+        counting = asyncio.create_task(r.state.usage.refresh())
+        await r.control.report("b", report(2, host(acme(3), removed=acme(1))))
+        await counting
+        assert room("acme") <= CHUNK_BYTES  # whatever of this the count has
+        await r.state.usage.refresh()
+        assert (r.state.usage.of("acme").chunks, room("acme")) == (9, CHUNK_BYTES)
+        await end(r, made.id, acme(1, 2, 3))
+        await r.state.usage.refresh()
+        r.clock.advance(2)
+        await r.state.usage.refresh()
+        assert room("acme") == 2 * CHUNK_BYTES
+
+
+async def test_after_a_start_nobody_seems_to_hold_nothing(tmp_path):
+    async with running(tmp_path) as r:
+        await cluster(r, 7)
+        clock = r.clock
+    async with running(tmp_path, clock) as r:
+        await join(r.control, "c")
+        asked = api.TransferRequest(target="c", source="a", keys=acme(1))
+        await r.state.usage.refresh()
+        assert r.state.usage.of("acme").chunks == 7
+        with pytest.raises(NoSpace):
+            await r.control.create_transfer(asked)
+        await r.control.put_quota("acme", api.QuotaRequest(max_bytes=5 * CHUNK_BYTES))
+        for node, seconds in (("a", 0), ("b", TTL)):
+            r.clock.advance(seconds)
+            use = api.HostUse(used_bytes=0, capacity_bytes=0, chunks=0)
+            await r.control.heartbeat(node, api.HeartbeatRequest(incarnation="i1", host=use))
+            await r.state.usage.refresh()
+            await r.state.shedding.look()
+            # Of `b` it is not known whether it is there, and so whether `a` has to give any up.
+            assert bool(r.state.evictions.shedding("acme")) == (node == "b")
+
+
+async def test_before_the_first_count_it_is_asked_again(tmp_path):
+    async with running(tmp_path) as r:
+        await cluster(r, 9)
+        r.state.usage.counted_at = None
+        with pytest.raises(Busy, match="not counted yet"):
+            await ask(r, acme(1))
+        await ask(r, other(1))

@@ -110,13 +110,52 @@ def test_a_tenant_has_so_many_under_way_and_so_many_bytes():
     assert turns.start(few[2], "s", "n")
     small = [Turn(f"s{i}", "small", 5, (i, ""), cost) for i, cost in enumerate((4, 6, 1, 99))]
     assert [turns.start(t, "s", "m") for t in small] == [True, True, False, False]
-    turns.end("s0")
-    turns.end("s1")
+    for ended in small[:3]:
+        turns.end(ended.id)
     assert turns.start(small[3], "s", "m")  # or it would never be its turn
     assert not turns.start(small[2], "s", "m")
     free = turns_of(("free", 5, 1 << 40))[0]
     assert turns.start(Turn("f", *(free.tenant, 5, (0, ""), free.cost)), "s", "m")
     assert (turns.is_limited("free"), turns.is_limited("few")) == (False, True)
+
+
+def test_a_large_one_is_not_passed_by_all_that_are_small():
+    now = [0.0]
+    turns = Turns(9, 9, lambda tenant: (None, 100), lambda: now[0])
+    large = Turn("large", "a", 5, (0, ""), 80)
+    small = [Turn(f"s{i}", "a", 5, (i + 1, ""), 30) for i in range(9)]
+    urgent, other = Turn("u", "a", 6, (99, ""), 30), Turn("o", "b", 5, (99, ""), 30)
+    assert turns.start(small[0], "s", "n")
+    assert turns.start(small[1], "s", "n")
+    assert not turns.start(large, "s", "n")
+    assert not turns.start(small[2], "s", "m")
+    assert turns.start(urgent, "s", "m")
+    assert turns.start(other, "s", "m")
+    for ended in ("s0", "s1", "u"):
+        assert not turns.allows(large)
+        turns.end(ended)
+    assert not turns.allows(small[2])
+    assert turns.start(large, "s", "n")
+    assert not turns.allows(small[2])  # which does not fit
+    turns.end("large")
+    assert turns.start(small[2], "s", "m")
+
+
+def test_one_that_is_cancelled_or_not_asked_for_any_more_holds_nobody_up():
+    now = [0.0]
+    turns = Turns(9, 9, lambda tenant: (None, 100), lambda: now[0])
+    large, larger = Turn("l1", "a", 5, (0, ""), 80), Turn("l2", "a", 5, (1, ""), 90)
+    small = [Turn(f"s{i}", "a", 5, (i + 2, ""), 30) for i in range(3)]
+    assert turns.start(small[0], "s", "n")
+    assert not turns.allows(large)
+    assert not turns.allows(small[1])
+    turns.end("l1")
+    assert turns.allows(small[1])
+    assert not turns.allows(larger)
+    now[0] = 9
+    assert not turns.allows(small[1])
+    now[0] = 11
+    assert turns.start(small[1], "s", "n")
 
 
 @given(st.lists(st.tuples(st.sampled_from("se"), st.integers(0, 5), st.integers(0, 2))))
