@@ -32,13 +32,17 @@ class OnlyHere:
 class Remaining:
     """Of `node`, for a purpose, at this moment.
 
-    A chunk is safe that another node can serve which is up and is not drained itself: from its
-    host memory or from a store. For a restart it is also safe in a store of the node's own. Chunks
-    in host memory count, and where the node goes for good those in its stores.
+    A chunk is safe that another node can serve which is up, not drained itself, and has reported
+    without a gap: from its host memory or from a store. For a restart it is also safe in a store of
+    the node's own. Chunks in host memory count, and where the node goes for good those in its
+    stores.
     """
 
     def __init__(self, cluster: Cluster, node: Node, purpose: api.DrainPurpose) -> None:
-        self.others = [n for n in cluster.up() if n is not node and n.drain is None]
+        # Of a node that owes a snapshot it is known that what the index has is not so.
+        self.others = [
+            n for n in cluster.up() if n is not node and n.drain is None and not n.snapshot_wanted
+        ]
         self.shared = {store for other in self.others for store in other.stores}
         """Stores that others have attached."""
         self._cluster = cluster

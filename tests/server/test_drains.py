@@ -662,6 +662,21 @@ async def test_servers_of_one_database_share_them(postgres_address):
         assert not a.draining
 
 
+async def test_a_node_whose_reports_have_a_gap_keeps_nothing_safe(tmp_path):
+    async with cluster(tmp_path, *PLAIN) as (r, a, b):
+        await a.report(host(keys(0)))
+        await b.report(host(keys(0)))
+        await begin(r)
+        await settle(a)
+        await b.beat(settled=False)
+        lost = report(b.seq + 1, host([], keys(0)))
+        assert (await r.control.report("b", lost)).snapshot_wanted
+        assert (await step(r)).remaining.chunks == 1
+        whole = report(b.seq + 2, host(keys(0)), snapshot="only")
+        assert (await r.control.report("b", whole)).applied
+        assert (await step(r)).may_stop
+
+
 @asynccontextmanager
 async def two_servers(address, clock):
     """That know of the nodes `a`, which talks to the first, and `b`, which talks to the second, and
