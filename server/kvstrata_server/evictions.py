@@ -11,8 +11,9 @@
 Nodes poll for them as for transfers. One that is silent may get the command when it is back, until
 the deadline; after that nobody asks it any more.
 
-In memory is what has to be handed out; questions are answered from SQL. Servers that share a
-database have the same ones in memory, and hear by the change log who has answered elsewhere.
+In memory is what has to be handed out; questions are answered from SQL, and of one that is over
+once SQL says so. Servers that share a database have the same ones in memory, and hear by the change
+log who has answered elsewhere.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import select
@@ -60,6 +62,17 @@ _REDELIVERY = 5.0
 _OVER = 60.0
 
 
+@dataclass(slots=True)
+class _Making:
+    """One that SQL may not have yet."""
+
+    write: PutEviction
+    position: int
+    """Of the writer, with which it has."""
+    answered: set[str] = field(default_factory=set)
+    """Nodes that another server asked, and which were faster than this one."""
+
+
 class Evictions:
     """Those that run, in memory and in SQL; ended ones are in SQL. `wake(node)` ends the long poll
     of a node that has something to do. `log_as`: this server's name in the change log; empty: it
@@ -83,8 +96,10 @@ class Evictions:
         self._wake = wake
         self._log_as = log_as
         self._active: dict[str, Eviction] = {}
-        self._making: dict[str, tuple[int, PutEviction]] = {}
-        """Those that SQL may not have yet, and the position of the writer with which it has."""
+        self._making: dict[str, _Making] = {}
+        self._unwritten: dict[str, int] = {}
+        """Eviction -> the position of the writer with which SQL has what this server was told of
+        it, or its end."""
         self._over: dict[str, float] = {}
         """Those that ended lately, and when this server heard of it."""
 
@@ -160,7 +175,7 @@ class Evictions:
         )
         write = PutEviction(info, what, idempotency_key, digest, self._log_as)
         self._writer.put(write)
-        self._making[info.id] = self._writer.position, write
+        self._making[info.id] = _Making(write, self._writer.position)
         await self._writer.flushed(_COMMIT_TIMEOUT)
         self.settle()
         if write.kept != info.id:
@@ -191,14 +206,14 @@ class Evictions:
 
     async def get(self, eviction_id: str) -> api.EvictionInfo:
         self.expire()
-        await self._writer.flushed(_COMMIT_TIMEOUT)
+        await self._ends_written([eviction_id])
         found = await read_infos(self._database, EvictionRow.id == eviction_id, 1)
         return _required(found[0] if found else None, eviction_id)
 
     async def page(self, after: str | None, limit: int) -> api.EvictionList:
         """Oldest first; fewer than `limit` where many nodes were asked."""
         self.expire()
-        await self._writer.flushed(_COMMIT_TIMEOUT)
+        await self._ends_written(self._unwritten)
         shown: list[api.EvictionInfo] = []
         nodes, start = 0, after or ""
         while True:
@@ -211,6 +226,13 @@ class Evictions:
             if len(part) < _PER_READ:
                 return api.EvictionList(evictions=shown)
             start = part[-1].id
+
+    async def _ends_written(self, ids: Iterable[str]) -> None:
+        """Until SQL has the ends of those that are over, and no more of what it is to get. Raises
+        `Busy` if it doesn't take them."""
+        ended = [self._unwritten.get(id_, 0) for id_ in ids if id_ not in self._active]
+        if (last := max(ended, default=0)) > self._writer.committed:
+            await self._writer.flushed(_COMMIT_TIMEOUT, last)
 
     def commands(self, node: Node) -> list[api.Command]:
         """What this node should drop and was not told of lately."""
@@ -244,7 +266,7 @@ class Evictions:
             detail=detail or ("" if result.dropped is not None else "it did not say why"),
         )
         write = AnswerEviction(eviction_id, answer, self._clock(), self._log_as)
-        self._writer.put(write)
+        self._put(eviction_id, write)
         self._answered(eviction_id, node_id)
         await self._writer.flushed(_COMMIT_TIMEOUT)
         info = _required(write.info, eviction_id)
@@ -280,21 +302,29 @@ class Evictions:
         now = self._clock()
         for eviction in [e for e in self._active.values() if e.deadline <= now]:
             self._let_go(eviction.id)
-            self._writer.put(ExpireEviction(eviction.id, now, self._log_as))
+            self._put(eviction.id, ExpireEviction(eviction.id, now, self._log_as))
 
     def settle(self) -> None:
         """Take up what SQL has got by now, also where who asked waits no longer."""
-        for eviction_id, (position, write) in list(self._making.items()):
-            if self._writer.committed >= position:
+        for eviction_id, made in list(self._making.items()):
+            if self._writer.committed >= made.position:
                 del self._making[eviction_id]
+                write = made.write
                 if write.kept == eviction_id:
-                    waiting = {at.node for at in write.info.nodes}
+                    waiting = {at.node for at in write.info.nodes} - made.answered
                     self._admit(Eviction(eviction_id, write.info.deadline, write.what, waiting))
+        for eviction_id, position in list(self._unwritten.items()):
+            if self._writer.committed >= position:
+                del self._unwritten[eviction_id]
 
     def forget_old(self) -> None:
         now = self._clock()
         self._over = {e: at for e, at in self._over.items() if now - at < _OVER}
         self._writer.put(ForgetEvictions(now - self._retention))
+
+    def _put(self, eviction_id: str, write: AnswerEviction | ExpireEviction) -> None:
+        self._writer.put(write)
+        self._unwritten[eviction_id] = self._writer.position
 
     def _admit(self, eviction: Eviction) -> None:
         """Have it in memory, unless it is there or, as this server heard meanwhile, over."""
@@ -305,6 +335,8 @@ class Evictions:
             self._wake(node)
 
     def _answered(self, eviction_id: str, node: str) -> None:
+        if eviction_id in self._making:
+            self._making[eviction_id].answered.add(node)
         eviction = self._active.get(eviction_id)
         if eviction is not None:
             eviction.waiting.discard(node)

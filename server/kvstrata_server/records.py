@@ -35,6 +35,8 @@ class Records:
         self._alone = alone
         self._unwritten: dict[str, int] = {}
         """Transfer -> the position of the writer with which SQL has all of it."""
+        self._last = 0
+        """Of all of them, with those that SQL has."""
         self._ended: dict[str, Transfer] = {}
         """Those that this server ended and SQL doesn't say so yet."""
         self._by_key: dict[str, Transfer] = {}
@@ -45,7 +47,7 @@ class Records:
 
     def put(self, transfer_id: str, write: Write) -> None:
         self._writer.put(write)
-        self._unwritten[transfer_id] = self._writer.position
+        self._unwritten[transfer_id] = self._last = self._writer.position
 
     def begun(self, transfer: Transfer) -> None:
         """Before SQL has it, for who asks again."""
@@ -96,13 +98,14 @@ class Records:
         return found
 
     async def flushed(self) -> None:
-        """Until SQL has all that was put. Raises `Busy` if it doesn't take it."""
-        await self._writer.flushed(_COMMIT_TIMEOUT)
+        """Until SQL has all that was put here. Raises `Busy` if it doesn't take it."""
+        await self._writer.flushed(_COMMIT_TIMEOUT, self._last)
 
     async def written(self, transfer_id: str) -> None:
-        """Until SQL has what this server knows of it."""
-        if self._unwritten.get(transfer_id, 0) > self._writer.committed:
-            await self.flushed()
+        """Until SQL has what this server knows of it. Raises `Busy` if it doesn't take it."""
+        position = self._unwritten.get(transfer_id, 0)
+        if position > self._writer.committed:
+            await self._writer.flushed(_COMMIT_TIMEOUT, position)
 
     async def find(self, transfer_id: str) -> Transfer:
         """Raises `Missing`."""

@@ -166,7 +166,7 @@ class Scheduler:
                     self._unended.add(transfer)
             sure = self._records.is_sure(transfer)
         # Accepted means that it outlives this process, for who asks again no less.
-        await self._records.flushed()
+        await self._records.written(transfer.id)
         if self._log_as and (write is not None or not sure):
             transfer = await self._kept(transfer, write)
         return self._shown(transfer)
@@ -293,7 +293,7 @@ class Scheduler:
                 link = self._outgoing.link(transfer.id)
                 self._speeds.saw(link, node_id, transfer.bytes, self._clock() - begun)
             write = self._end(transfer, None, transfer.detail, changed)
-            await self._records.flushed()
+            await self._records.written(transfer.id)
             if write.state is None:
                 raise Busy("the database did not take this: ask again; the log says why")
             return api.ProgressReply(state=write.state)

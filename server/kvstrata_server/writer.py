@@ -82,9 +82,10 @@ class Writer:
             self._rows += _rows(writes)
             self._filled.set()
 
-    async def flushed(self, timeout: float) -> None:
-        """Return when all that was put so far is committed. Raises `Busy` after `timeout` s."""
-        wanted = self.position
+    async def flushed(self, timeout: float, position: int | None = None) -> None:
+        """Return when all that was put so far is committed, or what was up to `position`, which
+        may be much less. Raises `Busy` after `timeout` s."""
+        wanted = self.position if position is None else position
         try:
             async with asyncio.timeout(timeout):
                 while self.committed < wanted:

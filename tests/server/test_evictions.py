@@ -8,6 +8,7 @@ from kvstrata import api
 from kvstrata.api import EvictionState
 from kvstrata.errors import Busy, Expired, Malformed, Missing, PeerRefused
 from kvstrata_server import evictions
+from kvstrata_server.changes import EvictionAnswered
 
 S = EvictionState
 NEWER = replace(NAMESPACE, revision="r2")
@@ -194,6 +195,7 @@ async def test_lists_have_pages_and_old_ones_are_forgotten(tmp_path):
         r.state.evictions.expire()
         r.clock.advance(100.5)
         r.state.evictions.forget_old()
+        await r.state.writer.flushed(10)
         with pytest.raises(Missing):
             await r.control.eviction(made[0])
 
@@ -230,6 +232,56 @@ async def test_what_was_accepted_too_late_to_say_so_is_carried_out(tmp_path, mon
         r.state.evictions.settle()
         (command,) = await told(r, "a")
         assert command.keys == keys(1)
+
+
+async def test_what_runs_is_told_while_sql_is_behind_and_what_is_over_once_it_says_so(
+    tmp_path, monkeypatch
+):
+    async with running(tmp_path) as r:
+        await nodes(r, "a", "b")
+        made = await ask(r, keys=keys(1), deadline=10)
+        other = await ask(r, keys=keys(2), deadline=60)
+        monkeypatch.setattr(evictions, "_COMMIT_TIMEOUT", 0.01)
+        write_batch, go_on = r.state.writer.write_batch, asyncio.Event()
+
+        async def slow():
+            await go_on.wait()
+            await write_batch()
+
+        monkeypatch.setattr(r.state.writer, "write_batch", slow)
+        r.state.evictions.forget_old()
+        with pytest.raises(Busy):
+            await say(r, "a", made.id, {"host": 1})
+        # Nobody was told that it is taken.
+        assert await r.control.eviction(made.id) == made
+        assert (await r.state.evictions.page(None, 10)).evictions == [made, other]
+        r.clock.advance(10)
+        for ask_for in (r.control.eviction(made.id), r.state.evictions.page(None, 10)):
+            with pytest.raises(Busy, match="did not take a write"):
+                await ask_for
+        assert await r.control.eviction(other.id) == other
+        go_on.set()
+        await r.state.writer.flushed(10)
+        ended = await r.control.eviction(made.id)
+        assert (ended.state, ended.nodes[0].dropped) == (S.EXPIRED, {"host": 1})
+        r.state.evictions.settle()
+        assert r.state.evictions._unwritten == {}
+
+
+async def test_answers_may_be_faster_than_the_server_that_was_asked(tmp_path, monkeypatch):
+    async with running(tmp_path) as r:
+        await nodes(r, "a", "b")
+        write_batch = r.state.writer.write_batch
+
+        async def answered_elsewhere():
+            await write_batch()
+            for eviction in r.state.evictions._making:
+                r.state.evictions.follow(EvictionAnswered(eviction, "a"), ours=False)
+
+        monkeypatch.setattr(r.state.writer, "write_batch", answered_elsewhere)
+        made = await ask(r, keys=keys(1))
+        assert await told(r, "a") == []
+        assert [c.transfer for c in await told(r, "b")] == [made.id]
 
 
 async def test_only_who_was_asked_may_answer(tmp_path):
