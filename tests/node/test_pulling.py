@@ -5,7 +5,7 @@ from reporter_kit import NAMESPACE, SaidNode, hexes
 
 from kvstrata import api
 from kvstrata.api import Outcome, TransferState
-from kvstrata.errors import LinkBroken, Missing
+from kvstrata.errors import LinkBroken, Missing, PeerRefused
 from kvstrata.node.pulling import Puller
 from kvstrata.testing.waiting import until
 
@@ -111,17 +111,30 @@ async def test_what_the_server_does_not_want_any_more_is_stopped(parts, how):
     await until(lambda: node.cancelled == ["t1"])
 
 
-async def test_a_result_that_is_refused_is_let_go(parts, caplog):
+@pytest.mark.parametrize(
+    ("failures", "posts", "said"),
+    [([PeerRefused("it is another's")], 1, "refused"), ([Missing("nobody")] * 6, 6, "gave up")],
+)
+async def test_a_result_that_is_not_taken_is_let_go(parts, caplog, failures, posts, said):
     node, server, puller = parts
     await puller.handle([PULL])
-    server.failures = [Missing("no such transfer")]
-    await until(lambda: "refused" in caplog.text)
-    assert len(server.finals) == 1
+    server.failures = list(failures)
+    await until(lambda: said in caplog.text)
+    assert len(server.finals) == posts
     assert node.released == ["t1"]  # by nobody else: the server doesn't know it
     await puller.handle([PULL])
-    await until(lambda: len(server.finals) == 2)
+    await until(lambda: len(server.finals) == posts + 1)
     assert len(node.pulls) == 2
     assert node.released == ["t1"]
+
+
+async def test_a_result_outlives_that_the_node_is_not_known_for_a_moment(parts):
+    node, server, puller = parts
+    await puller.handle([PULL])
+    server.failures = [Missing("node 'b' was taken out of service"), LinkBroken("gone")] * 2
+    await until(lambda: len(server.finals) == 5)
+    assert {p.outcomes[hexes(1)[0]] for p in server.finals} == {Outcome.STORED}
+    assert node.released == []
 
 
 async def test_closing_stops_what_runs(parts):

@@ -28,6 +28,9 @@ _REMEMBERED = 256
 _REMEMBERED_KEYS = 1 << 18  # about 400 bytes each
 # How long after its deadline a result is still worth posting.
 _POST_GRACE = 30.0
+# How often a result is posted that the server knows nothing of: some seconds in all. It may be the
+# node that it doesn't know for a moment, which registers again; the transfer is not offered twice.
+_MISSED_AT_MOST = 6
 
 
 class Puller:
@@ -107,11 +110,13 @@ class Puller:
 
     async def _deliver(self, final: api.Progress, until: float) -> None:
         backoff = Backoff()
+        missed = 0
         while True:
             try:
                 reply = await self._post(final)
-            except (Busy, LinkBroken) as e:
-                if self._clock() > until:
+            except (Busy, LinkBroken, Missing) as e:
+                missed += isinstance(e, Missing)
+                if self._clock() > until or missed >= _MISSED_AT_MOST:
                     _log.warning("gave up posting transfer %s: %s", final.transfer, e)
                     self._forget(final.transfer)
                     return
