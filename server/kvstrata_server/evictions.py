@@ -210,6 +210,11 @@ class Evictions:
         found = await read_infos(self._database, EvictionRow.id == eviction_id, 1)
         return _required(found[0] if found else None, eviction_id)
 
+    async def kept(self, eviction_id: str) -> api.EvictionInfo | None:
+        """As SQL has it, without what is about to be written. Raises `Busy`."""
+        found = await read_infos(self._database, EvictionRow.id == eviction_id, 1)
+        return found[0] if found else None
+
     async def page(self, after: str | None, limit: int) -> api.EvictionList:
         """Oldest first; fewer than `limit` where many nodes were asked."""
         self.expire()
@@ -264,6 +269,7 @@ class Evictions:
             node=node_id,
             dropped=result.dropped,
             detail=detail or ("" if result.dropped is not None else "it did not say why"),
+            reported=result.reported,
         )
         write = AnswerEviction(eviction_id, answer, self._clock(), self._log_as)
         self._put(eviction_id, write)

@@ -7,6 +7,8 @@ store that nodes share is asked of one of them. Looked at after each count:
     no more than its quota                      nothing
     more, and an eviction of it runs            nothing: what that brings is not known yet
     more, and one ended a moment ago            nothing: the count may not have it
+    more, and some that was dropped is not      nothing, until the tenant holds so much less: else
+    reported                                    it would be asked for twice; or for two minutes
     more, and the last one dropped nothing      later, twice as late each time: what is there is
                                                 leased, or the nodes can't
     more                                        an eviction, until it is at `_AIM` of the quota
@@ -24,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvstrata import api
-from kvstrata.errors import Busy, Missing
+from kvstrata.errors import Busy
 from kvstrata_server.clock import Clock
 from kvstrata_server.cluster import Cluster, Node
 from kvstrata_server.evictions import Evictions, Shed
@@ -40,18 +42,25 @@ log = logging.getLogger(__name__)
 _INTERVAL = 0.5
 _AIM = 0.95
 _DEADLINE = 30.0
-# From the end of an eviction until the nodes have reported what is gone, at the latest.
+# From the end of an eviction until a count has what was reported before, also where this server
+# reads of that from another.
 _UNTOLD = 2.0
 _MOST_PATIENCE = 120.0
 
 
 @dataclass(slots=True)
 class _Last:
-    """The last eviction of a tenant that this server asked for, and how long to wait after it."""
+    """The last eviction of a tenant that this server asked for, and how long to wait after it.
+
+    `held` chunks were counted when it was asked for. When it has `ended`, `untold` of them are
+    gone, unless reports of all are known to be here.
+    """
 
     eviction: str
+    held: int
     patience: float = _UNTOLD
     ended: float | None = None
+    untold: int = 0
 
 
 class Shedding:
@@ -91,35 +100,53 @@ class Shedding:
         self._looked_at = counted
         over = {q.tenant: q for q in self._quotas.all() if self._excess(q) > 0}
         self._last = {tenant: last for tenant, last in self._last.items() if tenant in over}
-        for quota in over.values():
-            if await self._may_ask(quota.tenant, counted):
-                await self._ask(quota)
+        try:
+            for quota in over.values():
+                if await self._may_ask(quota.tenant, counted):
+                    await self._ask(quota)
+        except Busy:
+            return  # nothing can be asked for, or is known of what was: the next count is near
 
     def _excess(self, quota: Quota) -> int:
         most = quota.max_bytes
         return 0 if most is None else self._usage.of(quota.tenant).bytes - most
 
     async def _may_ask(self, tenant: str, counted: float) -> bool:
+        last, held = self._last.get(tenant), self._usage.of(tenant).chunks
         if any(self._is_ours(node) for node in self._evictions.shedding(tenant)):
+            if last is None or last.ended is not None:
+                # From before this server's start, or by the server that the node was at then.
+                newest = max(self._evictions.sheds_of(tenant))
+                self._last[tenant] = _Last(newest, held)
             return False
-        last = self._last.get(tenant)
-        if last is not None and last.ended is None:
-            last.ended = self._clock()
-            if await self._dropped_nothing(last.eviction):
-                last.patience = min(_MOST_PATIENCE, 2 * last.patience)
-            else:
-                last.patience = _UNTOLD
-        return last is None or last.ended is None or counted >= last.ended + last.patience
-
-    async def _dropped_nothing(self, eviction: str) -> bool:
-        try:
-            nodes = (await self._evictions.get(eviction)).nodes
-        except (Busy, Missing):
+        if last is None:
             return True
-        return not any(sum((node.dropped or {}).values()) for node in nodes)
+        if last.ended is None and not await self._note_end(last):
+            return False
+        ended = last.ended or counted
+        if last.untold and held > last.held - last.untold:
+            return counted >= ended + _MOST_PATIENCE
+        return counted >= ended + last.patience
+
+    async def _note_end(self, last: _Last) -> bool:
+        """What became of it; False: that is not known yet."""
+        info = await self._evictions.kept(last.eviction)
+        if info is not None and not info.state.ended:
+            return False
+        nodes = [] if info is None else info.nodes
+        dropped = {node.node: sum((node.dropped or {}).values()) for node in nodes}
+        last.ended = self._clock()
+        if any(dropped[node.node] and not node.reported for node in nodes):
+            last.untold = sum(dropped.values())
+        last.patience = _UNTOLD if any(dropped.values()) else min(_MOST_PATIENCE, 2 * last.patience)
+        if any(node.dropped is None for node in nodes):
+            # Who did not say may have dropped some, and may be at it yet.
+            last.patience = max(last.patience, _DEADLINE)
+        return True
 
     async def _ask(self, quota: Quota) -> None:
-        held, most = self._usage.of(quota.tenant).bytes, quota.max_bytes or 0
+        count, most = self._usage.of(quota.tenant), quota.max_bytes or 0
+        held = count.bytes
         shares = await self._usage.shares(quota.tenant)
         asked: dict[str, Shed] = {}
         for medium, nbytes in split(held - math.floor(_AIM * most), shares).items():
@@ -130,10 +157,7 @@ class Shedding:
                 shed.sizes.update((p.hex(), size) for p, size in shares[medium].sizes.items())
         if not asked:
             return
-        try:
-            eviction = await self._evictions.shed(quota.tenant, asked, _DEADLINE)
-        except Busy:
-            return  # the next count is near
+        eviction = await self._evictions.shed(quota.tenant, asked, _DEADLINE)
         self._metrics.shed_requests.inc()
         log.info(
             "tenant %r holds %d bytes of %d: eviction %s has %d nodes give some up",
@@ -145,7 +169,7 @@ class Shedding:
         )
         before = self._last.get(quota.tenant)
         patience = _UNTOLD if before is None else before.patience
-        self._last[quota.tenant] = _Last(eviction.id, patience)
+        self._last[quota.tenant] = _Last(eviction.id, count.chunks, patience)
 
     def _node_of(self, medium: Medium) -> Node | None:
         """Whom to ask: of those that share a store the same one for all servers."""

@@ -20,6 +20,11 @@ class Server:
     def __init__(self) -> None:
         self.posted: list[tuple[str, api.EvictionResult]] = []
         self.failures: list[Exception] = []
+        self.reported = asyncio.Event()
+        self.reported.set()
+
+    async def all_reported(self) -> None:
+        await self.reported.wait()
 
     async def post(self, eviction: str, result: api.EvictionResult) -> None:
         self.posted.append((eviction, result))
@@ -32,7 +37,7 @@ async def parts():
     node, server = SaidNode(stores=("disk",)), Server()
     node.gain("host", 1, 2)
     node.gain("disk", 2, 3)
-    evicting = Evicting(node, server.post)
+    evicting = Evicting(node, server.post, server.all_reported)
     yield node, server, evicting
     await evicting.close()
 
@@ -62,10 +67,28 @@ async def test_by_the_byte(parts):
     evicting.handle([api.Command(kind="shed", transfer="e1", deadline_in=30, **asked)])
     await until(lambda: server.posted)
     assert node.sheds == [Shed({prefix: 512}, {"disk": 513})]
-    assert server.posted == [("e1", api.EvictionResult(incarnation="i1", dropped={"disk": 2}))]
+    result = api.EvictionResult(incarnation="i1", dropped={"disk": 2}, reported=True)
+    assert server.posted == [("e1", result)]
     evicting.handle([api.Command(kind="shed", transfer="e1", deadline_in=30, **asked)])
     await until(lambda: len(server.posted) == 2)
     assert len(node.sheds) == 1
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_by_the_byte_is_said_after_it_was_reported_or_before_the_deadline(parts, in_time):
+    node, server, evicting = parts
+    server.reported.clear()
+    asked = {"sizes": {key(1)[:20].hex(): 512}, "amounts": {"disk": 513}}
+    deadline = 30 if in_time else 0.02
+    evicting.handle([api.Command(kind="shed", transfer="e1", deadline_in=deadline, **asked)])
+    await until(lambda: not node.held["disk"])
+    await asyncio.sleep(0)
+    assert server.posted == []
+    if in_time:
+        server.reported.set()
+    await until(lambda: server.posted)
+    result = api.EvictionResult(incarnation="i1", dropped={"disk": 2}, reported=in_time)
+    assert server.posted == [("e1", result)]
 
 
 @pytest.mark.parametrize("sizes", [{"00": 1}, {"zz" * 20: 1}, {"00" * 20: 0}])

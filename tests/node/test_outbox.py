@@ -166,3 +166,45 @@ def test_it_is_empty_once_all_that_was_collected_is_answered():
     assert made.empty
     made.want_snapshot()
     assert not made.empty
+
+
+def test_what_was_collected_before_a_mark_is_reported_when_all_its_batches_are():
+    node = SaidNode()
+    made = outbox(node, batch_keys=2)
+    assert made.has_reported(made.mark())
+    node.gain("host", 1, 2, 3)
+    made.collect()
+    mark = made.mark()
+    assert made.next("i1") is not None
+    node.gain("host", 4)
+    for _ in range(2):
+        assert sent(made) is not None
+        assert not made.has_reported(mark)
+        applied(made)
+    assert sent(made).changes == [api.Change(location="host", added=hexes(4))]
+    assert made.has_reported(mark)
+    later = made.mark()
+    assert not made.has_reported(later)
+    applied(made)
+    assert sent(made) is None
+    assert made.has_reported(later)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_snapshot_has_what_was_collected_before_it(when):
+    node = SaidNode()
+    made = outbox(node, batch_keys=2)
+    node.gain("host", 1, 2, 3)
+    made.collect()
+    if when == "before":
+        mark = made.mark()
+        assert sent(made) is not None
+    made.answered(api.ReportReply(applied=False, next_seq=9, snapshot_wanted=True))
+    if when == "after":
+        mark = made.mark()
+    for part in ("first", "last"):
+        assert sent(made).snapshot == part
+        assert not made.has_reported(mark)
+        applied(made)
+    assert sent(made) is None
+    assert made.has_reported(mark)

@@ -9,6 +9,7 @@ from replicas_kit import two
 from server_kit import CHUNK_BYTES, NAMESPACE, host, join, report, running, store
 
 from kvstrata import api
+from kvstrata.errors import Busy
 from kvstrata_server.shedding import split
 from kvstrata_server.usage import Medium, Share
 
@@ -47,9 +48,9 @@ async def told(r, node):
     return (await r.control.commands(node, "i1")).commands
 
 
-async def say(r, node, command, chunks):
+async def say(r, node, command, chunks, reported=False):
     """The node dropped the first so many of what it holds in memory."""
-    result = api.EvictionResult(incarnation="i1", dropped={"host": chunks})
+    result = api.EvictionResult(incarnation="i1", dropped={"host": chunks}, reported=reported)
     await r.control.eviction_result(node, command.transfer, result)
 
 
@@ -147,6 +148,73 @@ async def test_where_nothing_could_go_it_asks_less_and_less_often(tmp_path):
         await limit(r, 5)
         await look(r)
         assert len(await told(r, "a")) == 1  # it was well meanwhile
+
+
+async def test_what_is_gone_is_not_asked_for_again_though_reports_are_late(tmp_path):
+    async with running(tmp_path) as r:
+        for node in "ab":
+            await join(r.control, node)
+            await put(r, node, 0, host=50)
+        await limit(r, 50)
+        await look(r)
+        for node, reported in (("a", False), ("b", True)):
+            (asked,) = await told(r, node)
+            await say(r, node, asked, 20, reported)
+        await r.control.report("b", report(1, host(removed=names(20))))
+        for _ in range(20):
+            await look(r, 5)
+            assert await told(r, "a") == await told(r, "b") == []
+        await r.control.report("a", report(1, host(removed=names(20))))
+        await look(r)
+        for node in "ab":
+            (asked,) = await told(r, node)
+            assert asked.amounts["host"] in (6 * CHUNK_BYTES, 7 * CHUNK_BYTES)
+            await say(r, node, asked, 1, reported=True)
+            await r.control.report(node, report(2, host(removed=names(21)[20:])))
+        await look(r)
+        await look(r, 2)
+        assert [c.kind for c in await told(r, "a")] == ["shed"]
+
+
+async def test_where_reports_never_come_it_asks_again_in_the_end(tmp_path):
+    async with running(tmp_path) as r:
+        await join(r.control, "a")
+        await put(r, "a", 0, host=10)
+        await limit(r, 5)
+        await look(r)
+        (asked,) = await told(r, "a")
+        await say(r, "a", asked, 6)
+        times = [r.clock()]
+        for _ in range(140):
+            await look(r)
+            times += [r.clock() for _ in await told(r, "a")]
+        assert 120 <= times[1] - times[0] <= 123
+
+
+async def test_what_became_of_one_is_asked_until_it_is_known(tmp_path, monkeypatch):
+    async with running(tmp_path) as r:
+        await join(r.control, "a")
+        await put(r, "a", 0, host=10)
+        await limit(r, 5)
+        await look(r)
+        (asked,) = await told(r, "a")
+        await say(r, "a", asked, 3)
+        with monkeypatch.context() as patch:
+
+            async def away(eviction):
+                raise Busy("the database did not answer in 5 seconds")
+
+            patch.setattr(r.state.evictions, "kept", away)
+            for _ in range(10):
+                await look(r)
+                assert await told(r, "a") == []
+        await r.control.report("a", report(1, host(removed=names(3))))
+        times = [r.clock()]
+        for _ in range(5):
+            await look(r)
+            times += [r.clock() for _ in await told(r, "a")]
+        assert len(times) == 2
+        assert times[1] - times[0] <= 4  # and not as where nothing was dropped
 
 
 async def test_of_a_shared_store_one_node_is_asked(tmp_path):

@@ -1,5 +1,5 @@
-"""A tenant that holds too much, at nodes that obey and report when they please: it ends below its
-quota, and never loses more than was said."""
+"""A tenant that holds too much, at nodes that obey and report when they please, some of them long
+after they said what they did: it ends below its quota, and never loses more than was said."""
 
 import asyncio
 from random import Random
@@ -35,6 +35,7 @@ class Simulation:
         quotas = SimpleNamespace(all=lambda: [Quota("acme", max_bytes=self.most)])
         self.running: dict[str, dict[str, Shed]] = {}
         self.ended: dict[str, int] = {}
+        self.late: set[str] = set()
         self.asked = 0
         self.reports: list[tuple[float, tuple[str, str], list[int]]] = []
         self.keeper = Shedding(
@@ -55,16 +56,23 @@ class Simulation:
     def shedding(self, tenant):
         return {node for nodes in self.running.values() for node in nodes}
 
-    async def get(self, eviction):
+    def sheds_of(self, tenant):
+        return list(self.running)
+
+    async def kept(self, eviction):
         dropped = {"host": self.ended[eviction]}
-        return SimpleNamespace(nodes=[api.NodeEviction(node="any", dropped=dropped)])
+        answer = api.NodeEviction(node="any", dropped=dropped, reported=eviction not in self.late)
+        return SimpleNamespace(state=api.EvictionState.DONE, nodes=[answer])
 
     def obey(self, chance):
         now = self.world.clock()
         for eviction, nodes in list(self.running.items()):
             for node in [node for node in nodes if chance.random() < 0.5]:
                 for location, nbytes in nodes.pop(node).amounts.items():
-                    self._drop(eviction, node, location, nbytes, now + 1.9 * chance.random())
+                    late = 20 * chance.random() if chance.random() < 0.5 else 0
+                    if late:
+                        self.late.add(eviction)
+                    self._drop(eviction, node, location, nbytes, now + late)
             if not nodes:
                 del self.running[eviction]
 

@@ -7,7 +7,18 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvstrata.api.base import MAX_INT, MAX_KEYS, NUMBER, Answer, Detail, HexKey, Name, Request, Text
+from kvstrata.api.base import (
+    MAX_INT,
+    MAX_KEYS,
+    NUMBER,
+    Answer,
+    Detail,
+    Flag,
+    HexKey,
+    Name,
+    Request,
+    Text,
+)
 
 __all__ = [
     "EvictionInfo",
@@ -81,6 +92,8 @@ class NodeEviction(Answer):
     dropped: dict[str, int] | None = None
     detail: str = ""
     """Why it could not, if it couldn't."""
+    reported: bool = False
+    """Whether the index knows of what it dropped."""
 
 
 class EvictionInfo(Answer):
@@ -106,3 +119,5 @@ class EvictionResult(Request):
         dict[Name, Annotated[int, Field(ge=0, le=MAX_INT), NUMBER]] | None, Field(max_length=64)
     ] = None
     detail: Detail = ""
+    reported: Flag = False
+    """Whether reports of all that it dropped were applied before this."""

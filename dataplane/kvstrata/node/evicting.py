@@ -16,22 +16,32 @@ __all__ = ["Evicting"]
 _log = logging.getLogger(__name__)
 
 _REMEMBERED = 256
+# Seconds until what was dropped is reported, mostly much less.
+_REPORTING = 5.0
 
 
 class Evicting(Answering[api.EvictionResult]):
     """Executes `evict` and `shed` commands and posts what they dropped through
-    `post(eviction, result)`."""
+    `post(eviction, result)`.
+
+    Who asks for so many bytes asks again where the index still has them. So what a `shed` dropped
+    is said after it was reported (`all_reported` waits for that), or that it isn't yet.
+    """
 
     def __init__(
         self,
         reported: Reported,
         post: Callable[[str, api.EvictionResult], Awaitable[object]],
+        all_reported: Callable[[], Awaitable[None]],
     ) -> None:
         super().__init__("eviction", post, _REMEMBERED)
         self._reported = reported
+        self._all_reported = all_reported
 
     async def _execute(self, command: api.Command) -> api.EvictionResult:
         incarnation = self._reported.registration().incarnation
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + command.deadline_in
         try:
             async with asyncio.timeout(max(0.0, command.deadline_in)):
                 if command.kind == "shed":
@@ -45,8 +55,18 @@ class Evicting(Answering[api.EvictionResult]):
             _log.warning("eviction %s failed", command.transfer, exc_info=True)
             detail = f"{type(e).__name__}: {e}"[:2000]
         else:
-            return api.EvictionResult(incarnation=incarnation, dropped=dict(dropped))
+            told = command.kind == "shed" and await self._is_told(deadline - loop.time())
+            return api.EvictionResult(incarnation=incarnation, dropped=dict(dropped), reported=told)
         return api.EvictionResult(incarnation=incarnation, detail=detail)
+
+    async def _is_told(self, left: float) -> bool:
+        """Whether all is reported, in good time before the deadline."""
+        try:
+            async with asyncio.timeout(min(_REPORTING, left / 2)):
+                await self._all_reported()
+        except TimeoutError:
+            return False
+        return True
 
 
 def _drop(command: api.Command) -> Drop:

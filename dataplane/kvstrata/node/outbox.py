@@ -71,12 +71,23 @@ class Outbox:
         self._cutting = False
         self._sent: _Batch | None = None
         self._told: set[bytes] = set()
+        # What is pending at one time, or a snapshot, is a round of batches.
+        self._round = 0
+        self._answered_round = 0
 
     @property
     def empty(self) -> bool:
         """Whether all that was collected is reported and answered."""
         waits = self._snapshot_wanted or self._pending or self._cutting or self._sent is not None
         return not waits
+
+    def mark(self) -> int:
+        """Stands for all that was collected by now: see `has_reported`."""
+        return self._round + bool(self._snapshot_wanted or self._pending)
+
+    def has_reported(self, mark: int) -> bool:
+        """Whether what was collected before `mark` is reported and answered."""
+        return self._answered_round >= mark
 
     def registered(self, next_seq: int) -> None:
         """The server knows us now, and expects this number."""
@@ -105,9 +116,12 @@ class Outbox:
             self._pending.clear()
             self._unsent = _parts(self._cut(_flat(self._reported.snapshot())))
             self._sent, self._cutting = None, True
+            self._round += 1
         if self._sent is None:
             self._sent = next(self._unsent, None)
             self._cutting = self._sent is not None
+            if not self._cutting:
+                self._answered_round = self._round
         if self._sent is None and self._pending:
             pending, self._pending = self._pending, {}
             self._unsent = self._cut(
@@ -116,6 +130,7 @@ class Outbox:
                 for key, here in at.items()
             )
             self._sent, self._cutting = next(self._unsent, None), True
+            self._round += 1
         return None if self._sent is None else self._sent.report(incarnation, self.next_seq)
 
     def answered(self, reply: api.ReportReply) -> None:

@@ -68,7 +68,7 @@ class Reporter:
         self._new_backoff = new_backoff
         self._outbox = Outbox(reported)
         self._puller = Puller(reported, self._post, clock=clock, sleep=sleep)
-        self._evicting = Evicting(reported, self._post_eviction)
+        self._evicting = Evicting(reported, self._post_eviction, self._all_reported)
         self._storing = Storing(reported, self._post_stored)
         self._node = ""
         self._incarnation = ""
@@ -280,6 +280,13 @@ class Reporter:
 
     async def _post(self, progress: api.Progress) -> api.ProgressReply:
         return await self._control.progress(self._node, progress)
+
+    async def _all_reported(self) -> None:
+        """Wait until what has changed by now is reported."""
+        self._outbox.collect()
+        mark = self._outbox.mark()
+        while not self._outbox.has_reported(mark):
+            await self._sleep(self._report_interval)
 
     async def _post_eviction(self, eviction: str, result: api.EvictionResult) -> None:
         await self._control.eviction_result(self._node, eviction, result)
