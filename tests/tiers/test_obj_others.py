@@ -179,13 +179,31 @@ async def test_a_store_that_was_emptied_is_the_same_without_chunks(
     tier = await opened(s3, refresh="50ms")
     await tier.store(items(1, 2))
     empty(s3)
-    await until(lambda: not tier.keys())
+    await until(lambda: not tier.keys() and "kv/store.json" in s3.names("kv"))
     assert sorted(removed) == sorted([key(1), key(2)])
     assert f"obj-{identity(s3)}" == tier.store_id
     assert await tier.lookup([key(1)]) == [False]
     assert await tier.store(items(1)) == [STORED]
     assert tier.usage().healthy
     assert (await opened(s3)).store_id == tier.store_id
+
+
+async def test_a_store_without_its_document_still_has_its_chunks(
+    s3: S3, opened: Open, removed: list[Key]
+) -> None:
+    """As a rule in the bucket leaves it that removes what is old."""
+    tier = await opened(s3, refresh="50ms")
+    await tier.store(items(1, 2))
+    before = identity(s3)
+    for _ in range(2):
+        s3.client.delete_object(Bucket=s3.bucket, Key="kv/store.json")
+        await until(lambda: "kv/store.json" in s3.names("kv"))
+    # The listing that wrote it has ended when the one after it has seen what is gone.
+    s3.client.delete_object(Bucket=s3.bucket, Key=Names("kv").chunk(key(2)))
+    await until(lambda: key(2) in removed)
+    assert removed == [key(2)]
+    assert tier.keys() == [key(1)]
+    assert identity(s3) == before
 
 
 async def test_another_store_in_its_place_is_left_alone(
@@ -222,9 +240,8 @@ async def test_a_bucket_that_is_made_anew_is_the_same_store(
     s3.client.delete_bucket(Bucket=s3.bucket)
     await until(lambda: not tier.usage().healthy)
     s3.client.create_bucket(Bucket=s3.bucket)
-    await until(lambda: tier.usage().healthy)
+    await until(lambda: tier.usage().healthy and not tier.keys())
     assert f"obj-{identity(s3)}" == tier.store_id
-    assert tier.keys() == []
     assert removed == [key(1)]
 
 

@@ -82,10 +82,12 @@ class ObjTier(Tier):
             self._health.failed,
             self._confirm,
         )
-        self._confirming = Confirming(self._batches, self._chunks, None, self._forget)
         self._claimed = 0  # bytes, by stores that have not settled
         self._evicting = asyncio.Lock()
         self._described: set[bytes] = set()
+        self._confirming = Confirming(
+            self._batches, self._chunks, None, self._forget, self._described.clear
+        )
         self._background: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._counters = dict.fromkeys(

@@ -1,8 +1,8 @@
 """Which store a bucket and prefix are: asked at the start, and again before each listing.
 
-A bucket may be emptied, or given to another store, while nodes run. Emptied, it is the same store
-without chunks. Another store's chunks are none of this one's, though they would load: until it is
-gone, or the node starts again, the tier leaves it alone.
+A bucket may be emptied, or given to another store, while nodes run. Emptied, it is the same store,
+with the chunks that are listed next, if any. Another store's chunks are none of this one's, though
+they would load: until it is gone, or the node starts again, the tier leaves it alone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ async def identify(
 
 class Confirming:
     """Sees to it that the store is still the one that it was: `known`, or what is found first.
-    `forget` is called for what is known of its chunks, when they are not there any more."""
+    `forget` is called for what is known of its chunks, when others are there, and `describe_again`
+    when what says whose chunks they are is gone. The chunks may be there all the same, as when a
+    rule in the bucket removes what is old: listings tell."""
 
     def __init__(
         self,
@@ -72,11 +74,13 @@ class Confirming:
         chunks: ChunkObjects,
         known: StoreIdentity | None,
         forget: Callable[[], None],
+        describe_again: Callable[[], None],
     ) -> None:
         self._batches = batches
         self._chunks = chunks
         self.known = known
         self._forget = forget
+        self._describe_again = describe_again
 
     async def confirm(self, call: Call) -> None:
         """If it was emptied, it is made this store again. Raises `Fault` if another is there."""
@@ -94,5 +98,5 @@ class Confirming:
                 "use that one",
             )
         if not found.there:
-            _log.warning("obj tier: its store was emptied")
-            self._forget()
+            _log.warning("obj tier: its store was emptied, or has lost what says which it is")
+            self._describe_again()
