@@ -240,6 +240,7 @@ async def test_what_runs_is_told_while_sql_is_behind_and_what_is_over_once_it_sa
     async with running(tmp_path) as r:
         await nodes(r, "a", "b")
         made = await ask(r, keys=keys(1), deadline=10)
+        r.clock.advance(1)  # ids are in order of creation
         other = await ask(r, keys=keys(2), deadline=60)
         monkeypatch.setattr(evictions, "_COMMIT_TIMEOUT", 0.01)
         write_batch, go_on = r.state.writer.write_batch, asyncio.Event()
