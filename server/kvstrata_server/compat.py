@@ -12,6 +12,7 @@ an engine can go on from (`reuse`). There is no `gpu`: what is on devices is the
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -136,14 +137,16 @@ class Instances:
         )
 
 
-def overlaps(cluster: Cluster, prompts: Iterable[Prompt]) -> dict[str, Overlap]:
-    """Per node that is up what it has of the best of these, in tokens."""
+async def overlaps(cluster: Cluster, prompts: Iterable[Prompt]) -> dict[str, Overlap]:
+    """Per node that is up what it has of the best of these, in tokens. Between two of them others
+    have their turns."""
     best: dict[str, Overlap] = {}
-    reach = cluster.reach(cluster.up())
     for prompt in prompts:
+        reach = cluster.reach(cluster.up())
         held = cluster.index.held(prompt.batch(cluster.index.families), reach)
         step = prompt.chain.rule.step
         for node, (cpu, disk) in reusable_in_order(prompt.chain, held, HOST).items():
             if disk * step > best.get(node, Overlap()).disk:
                 best[node] = Overlap(cpu * step, disk * step)
+        await asyncio.sleep(0)
     return best

@@ -219,7 +219,14 @@ async def test_who_asks_by_the_field_of_the_other_is_understood(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"block_hashes": [1], "seq_hashes": [1]}, {"block_hashes": [1 << 65]}]
+    "body",
+    [
+        {},
+        {"block_hashes": [1], "seq_hashes": [1]},
+        {"block_hashes": [1 << 65]},
+        {"block_hashes": [1] * 65_537},
+        {"seq_hashes": [1] * 65_537},
+    ],
 )
 async def test_hashes_of_one_kind(tmp_path: Path, body: dict[str, Any]) -> None:
     async with running(tmp_path) as here:

@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic.json_schema import SkipJsonSchema
 
-from kvstrata.api.base import NO_NUL
+from kvstrata.api.base import MAX_KEYS, NO_NUL
 from kvstrata.errors import Malformed
 from kvstrata.keys import Namespace
 from kvstrata_server.answered import acts_on
@@ -126,9 +126,9 @@ class PrefixQuery(_Query):
 class HashQuery(_Query):
     """POST /query_by_hash: one of the two lists. Only for namespaces that hash by `xxh3`."""
 
-    block_hashes: Annotated[list[_U64], Field(max_length=_MOST_TOKENS), _WHOLES] | None = None
+    block_hashes: Annotated[list[_U64], Field(max_length=MAX_KEYS), _WHOLES] | None = None
     """Dynamo's: of each block by itself."""
-    seq_hashes: Annotated[list[_U64], Field(max_length=_MOST_TOKENS), _WHOLES] | None = None
+    seq_hashes: Annotated[list[_U64], Field(max_length=MAX_KEYS), _WHOLES] | None = None
     """Mooncake's: of each block together with all before it."""
 
 
@@ -241,7 +241,7 @@ async def query_prefix(asked: PrefixQuery, state: State, who: Who) -> PrefixAnsw
         raise Malformed(f"{asked.model_name} has blocks of {sorted(sizes)} tokens")
     lora, salt = asked.lora_name or "", asked.cache_salt or ""
     prompts = await hashed(namespaces, asked.token_ids, state.settings.hash_seeds, lora, salt)
-    return _answer(state, asked, overlaps(state.cluster, prompts.each))
+    return _answer(state, asked, await overlaps(state.cluster, prompts.each))
 
 
 @router.post(
@@ -260,7 +260,7 @@ async def query_prefix_by_hash(
         hashes = sequence_hashes(asked.block_hashes or ())
     namespaces = _namespaces(state, who, asked)
     prompts = [Prompt.of(n, sequence_prefixes(n, hashes)) for n in namespaces]
-    return _answer(state, asked, overlaps(state.cluster, prompts))
+    return _answer(state, asked, await overlaps(state.cluster, prompts))
 
 
 @router.get(
