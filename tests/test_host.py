@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 
 import pytest
 from hypothesis import settings
@@ -238,14 +238,46 @@ def test_the_coldest_of_some_go_until_so_many_bytes_are_gone() -> None:
     put(host, 1, 2, 3, 4)
     put(host, 5, 6, 7, 8)
     host.lease("b", 1, [key(3)], 10)
-    assert host.order(COUNTED, 0) == host.order({bytes(20): PAGE}, PAGE) == []
-    assert host.order(COUNTED, PAGE + 1) == [key(4), key(2)]
-    odd = [k for k in host.order(COUNTED, 100 * PAGE) if k[-1] % 2]
+    assert [*chain(*host.order({bytes(20)}, 9))] == []
+    assert next(host.order(COUNTED, 2)) == [key(4), key(2)]
+    odd = [k for k in chain(*host.order(COUNTED, 9)) if k[-1] % 2]
     assert odd == [key(n) for n in (1, 7, 5)]
     assert host.drop_coldest(odd, 0) == []
     assert [c.key for c in host.drop_coldest(odd, PAGE + 1)] == [key(1), key(7)]
     assert [c.key for c in host.drop_coldest(odd, 100 * PAGE)] == [key(5)]
     assert sorted(host.keys()) == [key(n) for n in (2, 3, 4, 6, 8)]
+
+
+def test_those_that_are_not_among_the_coldest_come_by_when_they_were_used() -> None:
+    host = make(1000)
+    other = [make_key(b"o" * 16, 0, n.to_bytes(4, "big")) for n in range(300)]
+    for start in range(0, 300, 3):
+        host.reserve("a", [(k, PAGE) for k in other[start : start + 3]])
+        host.commit("a", other[start : start + 3])
+        put(host, start)
+    for n in (9, 3, 6):
+        host.lease("b", n, [key(n)], 10)
+        host.release("b", [n])
+    mine = {key(0)[:20]}
+    # All others were leased by turns, so that every part has some of them.
+    host.lease("b", 1, [key(n) for n in range(15, 300, 3)], 10)
+    parts = host.order(mine, 2)
+    assert next(parts) == []
+    empty = list(islice(parts, 200))
+    assert set(map(len, empty)) == {0}
+    host.lease("b", 2, [key(3)], 10)
+    host.release("b", [2])  # in use meanwhile
+    assert list(chain(*parts)) == [key(n) for n in (0, 12, 9, 6)]
+
+
+def test_as_long_as_what_is_coldest_goes_it_is_looked_for_there() -> None:
+    host = make(100)
+    put(host, *range(40))
+    gone: list[Key] = []
+    for part in host.order(COUNTED, 8):
+        gone += [chunk.key for chunk in host.drop_coldest(part, 100 * PAGE)]
+    assert gone == [key(n) for n in reversed(range(40))]
+    assert list(chain(*host.order(COUNTED, 8))) == []
 
 
 def test_of_the_coldest_a_chain_loses_its_tail_first() -> None:
@@ -256,7 +288,7 @@ def test_of_the_coldest_a_chain_loses_its_tail_first() -> None:
     host.lease("b", 1, [key(1), key(2), key(3)], 10, chain=True)
     host.release("b", [1])
     put(host, 4)
-    assert host.order(COUNTED, 1) == [key(3)]
+    assert next(host.order(COUNTED, 1)) == [key(3)]
     # Asked for its head alone, it gives up what would be of no use without that.
     assert [c.key for c in host.drop_coldest([key(1)], PAGE)] == [key(3)]
     host.lease("b", 2, [key(2)], 10)
@@ -689,7 +721,7 @@ class HostMachine(RuleBasedStateMachine):
 
     @rule(pages=st.integers(0, 6), keys=KEYS)
     def drop_coldest(self, pages: int, keys: list[Key]) -> None:
-        order = self.host.order(COUNTED, 1 << 40)
+        order = list(dict.fromkeys(chain(*self.host.order(COUNTED, 3))))
         assert sorted(order) == sorted(k for k, c in self.visible.items() if is_idle(c))
         some = [k for k in order if k in keys]
         before, self.making_room = dict(self.visible), True

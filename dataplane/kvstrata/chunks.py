@@ -20,7 +20,8 @@ class State(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """A slot with a key. `readers` counts leases, `io` reads and writes in flight by others."""
+    """A slot with a key. `readers` counts leases, `io` reads and writes in flight by others; of
+    two chunks that with the larger number in `used` was written or leased later."""
 
     key: Key
     offset: int
@@ -32,6 +33,7 @@ class Chunk:
     io: int = 0
     visible: bool = True
     checksum: int | None = None
+    used: int = 0
 
 
 # Looking a member up in its class for every chunk would cost as much as the rest of the test.

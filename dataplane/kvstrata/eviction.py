@@ -14,20 +14,26 @@ of which least is left: to look for better ones in a large region would keep eve
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from itertools import islice
+from operator import itemgetter
 
 from kvstrata.chains import Chains
 from kvstrata.chunks import Chunk, is_idle
-from kvstrata.keys import Key
+from kvstrata.keys import DIGEST_BYTES, GROUP_BYTES, Key
 from kvstrata.policies import Policy
 from kvstrata.slots import Slab, Slots
 
-__all__ = ["coldest", "make_room", "next_victims"]
+__all__ = ["coldest", "in_parts", "make_room", "next_victims"]
 
 # Chunks of other sizes; some milliseconds.
 _PATIENCE = 4096
 # Slabs looked into after that.
 _TRIES = 256
+# Of the coldest chunks, how many must be wanted and go for a second look at them.
+_WORTHWHILE = 1 / 64
+_PREFIX_BYTES = DIGEST_BYTES + GROUP_BYTES
+_USED = itemgetter(0)
 
 
 def make_room(
@@ -75,6 +81,39 @@ def next_victims(
         if nbytes <= 0:
             break
     return list(walk.gone.values())
+
+
+def in_parts(
+    policy: Policy, chunks: Mapping[Key, Chunk], prefixes: Container[bytes], size: int
+) -> Iterator[list[Key]]:
+    """Idle chunks of some namespaces, first to give up first, in parts. Others may have their
+    turns between them: at most `size` chunks are looked at for each, but for one list of all.
+
+    The first parts come in the policy's order, if the caller gives up what they have: each is of
+    the `size` chunks that are first by then. Once few of those are wanted, all that is left comes
+    by when it was used last, but for what is used meanwhile: no place in a policy's order
+    outlasts a turn of others.
+    """
+    while True:
+        near = list(islice(policy.victims(), size))
+        found = [k for k in near if k[:_PREFIX_BYTES] in prefixes and is_idle(chunks[k])]
+        yield found
+        if len(near) < size:
+            return
+        if sum(key not in chunks for key in found) < size * _WORTHWHILE:
+            break
+    runs = []
+    left = list(chunks.values())
+    for start in range(0, len(left), size):
+        part = left[start : start + size]
+        mine = [c for c in part if c.key[:_PREFIX_BYTES] in prefixes and is_idle(c)]
+        if mine:
+            runs.append(sorted(((c.used, c) for c in mine), key=_USED))
+        yield []
+    del left
+    ordered = heapq.merge(*runs, key=_USED)
+    while rest := list(islice(ordered, size)):
+        yield [c.key for used, c in rest if c.used == used and chunks.get(c.key) is c]
 
 
 def coldest(

@@ -24,14 +24,14 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from kvstrata.chains import Chains
 from kvstrata.chunks import Chunk, State, is_idle
-from kvstrata.eviction import coldest, make_room, next_victims
-from kvstrata.keys import DIGEST_BYTES, GROUP_BYTES, Key
+from kvstrata.eviction import coldest, in_parts, make_room, next_victims
+from kvstrata.keys import Key
 from kvstrata.leases import Leases
 from kvstrata.overdue import Overdue
 from kvstrata.policies import Policy
@@ -39,7 +39,6 @@ from kvstrata.slots import Slots
 
 __all__ = ["NO_ROOM", "PRESENT", "Chunk", "HostTier", "HostUsage", "State", "Used"]
 
-_PREFIX_BYTES = DIGEST_BYTES + GROUP_BYTES
 NO_ROOM = -1
 PRESENT = -2
 
@@ -104,6 +103,7 @@ class HostTier:
         self._overdue = Overdue()
         self._chains = Chains()
         self._ready_bytes = 0
+        self._uses = itertools.count(1)
 
     # ------------------------------------------------------------ writing
 
@@ -139,6 +139,7 @@ class HostTier:
         writes = self._writes.get(owner, {})
         ready: list[Chunk] = []
         answers = []
+        now = next(self._uses)
         for key in keys:
             chunk = writes.pop(key, None)
             if chunk is not None and not chunk.visible:
@@ -152,7 +153,7 @@ class HostTier:
             if chunk is None:
                 answers.append(self.get(key) is not None)
             else:
-                chunk.state = _READY
+                chunk.state, chunk.used = _READY, now
                 ready.append(chunk)
                 answers.append(True)
         self._announce(ready)
@@ -252,7 +253,7 @@ class HostTier:
         lease = self._leases.open(owner, id, self._clock() + ttl)
         if chain:
             self._chains.learn(keys)
-        held, chunks = lease.held, self._chunks
+        held, chunks, now = lease.held, self._chunks, next(self._uses)
         found: list[Chunk | None] = []
         used = []
         for key in keys:
@@ -263,11 +264,15 @@ class HostTier:
             if key not in held:
                 held[key] = chunk
                 chunk.readers += 1
+            chunk.used = now
             found.append(chunk)
             used.append(key)
         if chain and used:
             # An engine asks from where its own cache ends; what comes before was used no less.
-            used = self._chains.before(used[0], chunks) + used
+            before = self._chains.before(used[0], chunks)
+            for key in before:
+                chunks[key].used = now
+            used = before + used
         self._policy.touch(used)
         return found
 
@@ -367,18 +372,11 @@ class HostTier:
     def keys(self) -> list[Key]:
         return [key for key, chunk in self._chunks.items() if chunk.state is State.READY]
 
-    def order(self, sizes: Mapping[bytes, int], nbytes: int) -> list[Key]:
-        """Idle chunks whose keys begin as one of `sizes` does (namespace and group -> bytes of a
-        chunk), first to give up first, until they have `nbytes`."""
-        chunks, found = self._chunks, []
-        for key in self._policy.victims() if nbytes > 0 else ():
-            size = sizes.get(key[:_PREFIX_BYTES])
-            if size is not None and is_idle(chunks[key]):
-                found.append(key)
-                nbytes -= size
-                if nbytes <= 0:
-                    break
-        return found
+    def order(self, prefixes: Container[bytes], size: int) -> Iterator[list[Key]]:
+        """Idle chunks whose keys begin (namespace and group) as one of `prefixes`, first to give
+        up first, in parts for each of which at most `size` chunks are looked at: others may have
+        their turns between them. See `eviction.in_parts`."""
+        return in_parts(self._policy, self._chunks, prefixes, size)
 
     def usage(self) -> HostUsage:
         rounded = self.slots.rounded

@@ -1,10 +1,13 @@
 """Chunks given up by the byte, in host memory and in tiers that keep an order."""
 
+import asyncio
+
 import pytest
 
 from kvstrata.config import HostSettings
 from kvstrata.errors import Malformed
 from kvstrata.keys import DIGEST_BYTES
+from kvstrata.node import shedding
 from kvstrata.node.namespaces import Namespaces
 from kvstrata.node.reported import Shed
 from kvstrata.node.shedding import shed
@@ -75,6 +78,31 @@ async def test_what_is_leased_stays_wherever_it_is(parts):
     assert await shed(store.host, store.guards, asked) == {"fs": 4, "host": 4}
     assert sorted(tier.keys()) == sorted([*acme(0, 2), *other(*range(6))])
     assert sorted(store.host.keys()) == sorted([*acme(0, 2), *other(*range(6))])
+
+
+async def test_the_search_in_memory_gives_others_their_turns(parts, monkeypatch):
+    """Also where none of it is the tenant's, or all is in use."""
+    store, _, _ = parts
+    monkeypatch.setattr(shedding, "_LOOKED_AT", 2)
+    store.host.lease("reader", 1, acme(0, 1, 2, 3, 4), 60)  # of 12, which are thus the youngest
+    turns, done = 0, False
+
+    async def others():
+        nonlocal turns
+        while not done:
+            turns += 1
+            store.host.lease("other", 1, other(turns % 6), 60)
+            store.host.release("other", [1])
+            await asyncio.sleep(0)
+
+    running = asyncio.create_task(others())
+    nobody = {bytes(DIGEST_BYTES + 4): PAGE}
+    for sizes, dropped in ((nobody, 0), (SIZES, 1)):
+        before = turns
+        assert await shed(store.host, [], Shed(sizes, {"host": 100 * PAGE})) == {"host": dropped}
+        assert turns - before >= 6
+    done = True
+    await running
 
 
 async def test_nothing_more_than_there_is_and_nothing_for_nothing(parts):

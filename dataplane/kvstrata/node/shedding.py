@@ -1,8 +1,9 @@
 """Chunks given up by the byte: the coldest of some namespaces, as much as was asked for.
 
 Each place has its own order, and the first to go is what it would evict first anyway: in host
-memory by the policy, what extends a chunk before the chunk; in a tier as its `keys()` come. What
-is leased in host memory stays, there and in the tiers.
+memory by the policy (or, where few of the coldest are wanted, by when they were used), what extends
+a chunk before the chunk; in a tier as its `keys()` come. What is leased in host memory stays, there
+and in the tiers.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ __all__ = ["shed"]
 _PREFIX_BYTES = DIGEST_BYTES + GROUP_BYTES
 _HOST = "host"
 _HOST_KEYS = 1024
+# About a millisecond.
+_LOOKED_AT = 4096
 _TIER_KEYS = 1024
 
 
@@ -43,15 +46,17 @@ async def shed(host: HostTier, guards: Sequence[Guard], asked: Shed) -> dict[str
 
 
 async def _shed_host(host: HostTier, sizes: Mapping[bytes, int], nbytes: int) -> int:
-    candidates = host.order(sizes, nbytes)
     count = 0
-    for start in range(0, len(candidates), _HOST_KEYS):
-        if nbytes <= 0:
-            break
-        gone = host.drop_coldest(candidates[start : start + _HOST_KEYS], nbytes)
-        nbytes -= sum(chunk.nbytes for chunk in gone)
-        count += len(gone)
-        await asyncio.sleep(0)  # engines wait
+    for part in host.order(sizes, _LOOKED_AT) if nbytes > 0 else ():
+        for start in range(0, len(part), _HOST_KEYS):
+            gone = host.drop_coldest(part[start : start + _HOST_KEYS], nbytes)
+            nbytes -= sum(chunk.nbytes for chunk in gone)
+            count += len(gone)
+            if nbytes <= 0:
+                return count
+            await asyncio.sleep(0)  # engines wait
+        if not part:
+            await asyncio.sleep(0)
     return count
 
 
