@@ -153,9 +153,7 @@ class Scheduler:
             transfer = before or transfer_of(
                 self._cluster, asked, idempotency_key, digest, self._clock(), admission
             )
-            if before is None:
-                if asked.dry_run:
-                    return self._shown(transfer)
+            if before is None and not asked.dry_run:
                 if self._unended.keys + len(transfer.keys) > MAX_ACTIVE_KEYS:
                     raise Busy(f"{self._unended.keys} keys are being transferred: try again later")
                 self._writer.require_room()
@@ -165,11 +163,13 @@ class Scheduler:
                 if not self._log_as:
                     self._unended.add(transfer)
             sure = self._records.is_sure(transfer)
+        if transfer.state is TransferState.PLANNED:
+            return await self._shown(transfer)
         # Accepted means that it outlives this process, for who asks again no less.
         await self._records.written(transfer.id)
         if self._log_as and (write is not None or not sure):
             transfer = await self._kept(transfer, write)
-        return self._shown(transfer)
+        return await self._shown(transfer)
 
     async def _kept(self, transfer: Transfer, write: PutTransfer | None) -> Transfer:
         """This, or what another server was asked first with its key."""
@@ -179,9 +179,9 @@ class Scheduler:
         return transfer
 
     async def get(self, transfer_id: str) -> api.TransferInfo:
-        return self._shown(await self.find(transfer_id))
+        return await self._shown(await self.find(transfer_id))
 
-    def _shown(self, transfer: Transfer) -> api.TransferInfo:
+    async def _shown(self, transfer: Transfer) -> api.TransferInfo:
         """With an estimate, where it has not begun."""
         if transfer.state is TransferState.PLANNED:
             nbytes, source = transfer.bytes, next((s for s in transfer.sources if s), "")
@@ -190,12 +190,12 @@ class Scheduler:
             live = self._unended.get(transfer.id)
             source = live.waits_for if live is not None else ""
         else:
-            return transfer.info()
+            return await transfer.info()
         unsized = not nbytes and Outcome.PENDING in transfer.outcomes
         if unsized or not self._speeds.knows(transfer.target):
-            return transfer.info()
+            return await transfer.info()
         before = self._outgoing.before(transfer)
-        return transfer.info(
+        return await transfer.info(
             self._speeds.estimate(source, transfer.target, nbytes, before, self._at_once)
         )
 
@@ -207,7 +207,8 @@ class Scheduler:
     async def held(self, transfer_id: str) -> tuple[api.TransferInfo, float]:
         """A transfer, and until when its target holds what it brought (0: not at all)."""
         transfer = await self.find(transfer_id)
-        return transfer.info(), transfer.holds_until
+        until = transfer.holds_until
+        return await transfer.info(), until
 
     async def page(self, after: str | None, limit: int) -> api.TransferList:
         """In order of creation, counts instead of keys."""
@@ -231,7 +232,7 @@ class Scheduler:
             # The same, or what SQL has: it may have ended at another server first.
             transfer = await self.find(transfer_id)
             if transfer.state is TransferState.CANCELLED:
-                return transfer.info()
+                return await transfer.info()
         until = transfer.holds_until
         if until > self._clock():
             transfer.released = True
@@ -241,7 +242,7 @@ class Scheduler:
             )
             self._outgoing.notify(transfer.target, transfer_id, until)
             await self._records.written(transfer_id)
-        return transfer.info()
+        return await transfer.info()
 
     async def find(self, transfer_id: str) -> Transfer:
         """As it is told of (`records`). Raises `Missing`."""

@@ -7,7 +7,7 @@ from sqlalchemy import text
 from kvstrata import api
 from kvstrata.api import Outcome, TransferState
 from kvstrata.errors import Busy, Expired, Malformed, Missing, PeerRefused
-from kvstrata_server import history, records, transfer_writes
+from kvstrata_server import history, records, transfer, transfer_writes
 from kvstrata_server import transfers as transfers_module
 
 S = TransferState
@@ -530,3 +530,18 @@ async def test_a_target_may_be_asked_to_evict_nothing(place):
         await pair(r)
         (command,) = await poll(r)
         assert (command.transfer, command.free_only) == (made.id, True)
+
+
+async def test_a_long_answer_lets_others_between_and_is_of_one_moment(tmp_path, monkeypatch):
+    monkeypatch.setattr(transfer, "_PART", 1)
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = await ask(r, 0, 1, 2, 3)
+        asking = asyncio.create_task(r.state.transfers.get(made.id))
+        await asyncio.sleep(0)
+        stored = dict.fromkeys(keys(2, 3), "stored")
+        said = api.Progress(incarnation="i1", transfer=made.id, outcomes=stored, final=False)
+        await r.state.transfers.progress("b", said)
+        assert not asking.done()
+        assert await asking == made
+        assert outcomes(await r.control.get_transfer(made.id)) == ["pending"] * 2 + ["stored"] * 2
