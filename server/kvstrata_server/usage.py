@@ -11,8 +11,8 @@ But after a start nodes that nobody has heard yet count as if they were up, for 
 be silent: else every tenant would seem to hold nothing.
 Chunks of namespaces whose documents nobody has sent yet are counted for no tenant.
 
-A medium of which nothing has changed is not counted again; one that has is, as a whole. That takes
-20 to 30 ns a chunk, in steps of a millisecond between which everybody else has their turns.
+A medium of which nothing has changed is not counted again; one that has is, as a whole, in steps of
+a millisecond between which everybody else has their turns. What that takes is in docs/quotas.md.
 """
 
 from __future__ import annotations
