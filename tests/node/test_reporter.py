@@ -2,7 +2,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
-from reporter_kit import Link, SaidNode, hexes, key, reporter_of
+from reporter_kit import NAMESPACE, Link, SaidNode, hexes, key, reporter_of
 
 from kvstrata import api
 from kvstrata.api import Outcome, TransferState
@@ -12,6 +12,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.node.reporter import Reporter
 from kvstrata.testing.waiting import until
 from kvstrata_server.app import create_app
+from kvstrata_server.evictions import Shed
 
 
 @asynccontextmanager
@@ -396,3 +397,22 @@ async def test_changes_do_not_pile_up_while_the_server_was_never_there():
             tries = len(link.asked)
             await until(lambda: len(link.asked) > tries + 1)  # noqa: B023 - awaited here
         assert len(node.placements._last.get("host", {})) < 5
+
+
+async def test_what_was_given_up_by_the_byte_is_said_when_it_is_reported(tmp_path):
+    node = SaidNode()
+    node.gain("host", *range(9))
+    async with app_on(tmp_path) as app:
+        link, evictions = Link(app), app.state.control.evictions
+        async with reporting(node, link):
+            await until(lambda: knows(app, node))
+            lost = iter([True] * 5)
+            link.loses = lambda path: path.endswith("/reports") and next(lost, False)
+            prefix, nbytes = key(0)[:20].hex(), NAMESPACE.chunk_bytes[0]
+            shed = Shed({"host": 4 * nbytes}, {prefix: nbytes})
+            made = await evictions.shed("", {"a": shed}, 30)
+            await until(lambda: not evictions.sheds_of(""))
+            assert len(node.held["host"]) == 5
+            assert knows(app, node)
+            (told,) = (await evictions.get(made.id)).nodes
+            assert (told.dropped, told.reported) == ({"host": 4}, True)
