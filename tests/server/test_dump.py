@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -111,6 +113,33 @@ async def test_a_node_that_talks_nonsense_is_named_as_such(broken: Any) -> None:
     async with node(stored(1, 2)) as good, node(broken) as bad:
         found = await dumps(good, bad).take()
     assert "did not tell" in found["m:default"]["error"]
+
+
+def holding(*blocks: int) -> Any:
+    event = {"type": "BlockStored", "block_size": BLOCK, "medium": "CPU"}
+    tokens = [n for block in blocks for n in (block, block)]
+    return [0.0, [event | {"block_hashes": list(blocks), "token_ids": tokens}]]
+
+
+async def test_what_is_more_than_a_dump_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dump, "_MOST_BLOCKS", 4)
+    monkeypatch.setattr(dump, "_MOST_AT_ONCE", 1)
+    removed = [0.0, [{"type": "BlockRemoved", "block_hashes": [1, 2], "medium": "CPU"}]]
+    answers = [
+        (holding(1, 2),),
+        (holding(1, 2, 3), removed, holding(4)),  # two in the end
+        (holding(1, 2),),
+        (holding(1, 2), holding(3)),
+    ]
+    async with contextlib.AsyncExitStack() as stack:
+        replays = [await stack.enter_async_context(node(*each)) for each in answers]
+        asked = dumps(*replays)
+        known = asked._instances.all()
+        for at, model in enumerate(("large", "small", "small", "large")):
+            known[at] = replace(known[at], model=model)
+        found = await asked.take()
+    assert "at most 4 blocks" in found["large:default"]["error"]
+    assert len(found["small:default"]["events"]) == 4
 
 
 async def test_an_address_that_is_none() -> None:
