@@ -104,8 +104,7 @@ class Outgoing:
         if not targets:
             del self._targets[tenant]
         elif self._turns.is_limited(tenant):
-            for target in targets:  # where one may wait for its tenant's turn
-                self._mailbox(target).wake.set()
+            self._wake_tenant(tenant)
 
     def taken(self, transfer: Transfer, link: str = "") -> None:
         """Its target works on it, whichever server handed it out."""
@@ -231,7 +230,11 @@ class Outgoing:
             )
             best = planned.sources[0].id if planned.sources else ""
             transfer.planned, transfer.waits_for = now, best
-            if self._turns.start(self._turn(transfer), best, node.id):
+            turn = self._turn(transfer)
+            held_up = self._turns.holds_up(turn)
+            if self._turns.start(turn, best, node.id):
+                if held_up:
+                    self._wake_tenant(turn.tenant)
                 transfer.offer(node.incarnation, now)
                 room -= len(transfer.keys)
                 commands.append(self._pull_command(transfer, planned, now))
@@ -293,6 +296,11 @@ class Outgoing:
             byte_budget=transfer.byte_budget,
             free_only=transfer.free_only,
         )
+
+    def _wake_tenant(self, tenant: str) -> None:
+        """Nodes where transfers may wait for their tenant's turn."""
+        for target in self._targets.get(tenant, ()):
+            self._mailbox(target).wake.set()
 
     def _mailbox(self, node_id: str) -> _Mailbox:
         return self._mailboxes.setdefault(node_id, _Mailbox())

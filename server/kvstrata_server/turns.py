@@ -105,6 +105,11 @@ class Turns:
         behind = _rank(first) < _rank(turn)
         return fits and not behind and (most is None or count < most)
 
+    def holds_up(self, turn: Turn) -> bool:
+        """Whether others of its tenant wait behind it."""
+        first = self._first.get(turn.tenant)
+        return first is not None and first[0].id == turn.id
+
     def is_busy(self, source: str, target: str) -> bool:
         """Whether this link carries all it may. A source that isn't known (empty) is none."""
         return bool(source) and self._on[source, target] >= self._per_link
@@ -189,8 +194,7 @@ class Turns:
 
     def _let_by(self, turn: Turn) -> None:
         """Nobody waits behind it any more."""
-        first = self._first.get(turn.tenant)
-        if first is not None and first[0].id == turn.id:
+        if self.holds_up(turn):
             del self._first[turn.tenant]
 
 

@@ -240,3 +240,20 @@ async def test_before_the_first_count_it_is_asked_again(tmp_path):
         with pytest.raises(Busy, match="not counted yet"):
             await ask(r, acme(1))
         await ask(r, other(1))
+
+
+async def test_who_waits_behind_a_large_one_has_its_turn_when_that_has_begun(tmp_path):
+    async with running(tmp_path) as r:
+        await cluster(r, 100)
+        await join(r.control, "c")
+        await r.control.put_quota("acme", api.QuotaRequest(max_transfer_bytes=4 * CHUNK_BYTES))
+        made = [await ask(r, acme(1, 2)), await ask(r, acme(3, 4, 5))]
+        r.clock.advance(1)
+        small = await r.control.create_transfer(api.TransferRequest(target="c", keys=acme(1)))
+        assert [c.transfer for c in await told(r)] == [made[0].id]
+        poll = asyncio.create_task(r.control.commands("c", "i1", wait=20))
+        await asyncio.sleep(0)
+        await end(r, made[0].id, acme(1, 2))
+        assert [c.transfer for c in await told(r)] == [made[1].id]
+        async with asyncio.timeout(3):  # otherwise it would be looked at after five
+            assert [c.transfer for c in (await poll).commands] == [small.id]
