@@ -444,7 +444,12 @@ class Drains:
                 self._drop(drain)
         for node_id, drain in found.items():
             ours = self._active.get(node_id)
-            if ours is None or (ours.id == drain.id and self._is_behind(ours, drain)):
+            if ours is None:
+                written = self._put.get(drain.id)
+                is_news = written is None or committed >= written[1]  # not cancelled here since
+            else:
+                is_news = ours.id == drain.id and self._is_behind(ours, drain)
+            if is_news:
                 self._adopt(drain)
                 self._wake.set()
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
@@ -746,6 +747,28 @@ async def test_servers_that_are_asked_at_once_agree_on_one(postgres_address, mon
         assert not a.draining
         rows = await first.state.database.rows(select(DrainRow.__table__))
         assert [(row.state, row.in_force) for row in rows] == [("cancelled", False)] * 3
+
+
+async def test_one_that_is_cancelled_while_it_is_read_stays_so(postgres_address, monkeypatch):
+    read, cancelled = asyncio.Event(), asyncio.Event()
+    rows = drains_module.Drains._rows
+
+    async def slow(self, *args, **more):
+        found = await rows(self, *args, **more)
+        read.set()
+        await cancelled.wait()
+        return found
+
+    async with two_servers(postgres_address, TurnedClock()) as (first, _, a, _):
+        await begin(first)
+        monkeypatch.setattr(drains_module.Drains, "_rows", slow)
+        reading = asyncio.create_task(first.state.drains._refresh(at_once=True))
+        await read.wait()
+        await first.control.cancel_drain("a")
+        cancelled.set()
+        await reading
+        await a.beat()
+        assert not a.draining
 
 
 async def test_a_server_that_can_not_read_of_other_drains_calls_no_node_drained(
