@@ -247,7 +247,9 @@ async def test_who_waits_behind_a_large_one_has_its_turn_when_that_has_begun(tmp
         await cluster(r, 100)
         await join(r.control, "c")
         await r.control.put_quota("acme", api.QuotaRequest(max_transfer_bytes=4 * CHUNK_BYTES))
-        made = [await ask(r, acme(1, 2)), await ask(r, acme(3, 4, 5))]
+        made = [await ask(r, acme(1, 2))]
+        r.clock.advance(1)
+        made.append(await ask(r, acme(3, 4, 5)))
         r.clock.advance(1)
         small = await r.control.create_transfer(api.TransferRequest(target="c", keys=acme(1)))
         assert [c.transfer for c in await told(r)] == [made[0].id]

@@ -13,7 +13,10 @@ async def test_a_healthy_server_says_so(tmp_path):
     async with running(tmp_path) as r:
         health = await r.control.health()
         assert (health.status, health.restarts) == ("ok", 0)
-        assert {task.name for task in health.tasks} == {"writer", "sweep", "tokens"}
+        assert {task.name for task in health.tasks} == {
+            *("writer", "sweep", "tokens"),
+            *("drains", "usage", "quotas", "shedding"),
+        }
         assert (await r.http.get("/readyz")).status_code == 200
 
 
