@@ -45,6 +45,8 @@ class SaidNode:
         self.pulling: Callable[[Pull], object] | None = None
         self.cancelled: list[str] = []
         self.released: list[str] = []
+        self.kept: list[str] = []
+        self.heeded: list[str] = []
         self.draining = False
         self.written: list[WriteBack] = []
         self.writing: Callable[[WriteBack, Written], object] | None = None
@@ -103,6 +105,12 @@ class SaidNode:
             dict.fromkeys(pull.keys, "somewhere"),
             len(pull.keys) * NAMESPACE.chunk_bytes[0],
         )
+
+    def keep(self, transfer: str) -> None:
+        self.kept.append(transfer)
+
+    def told(self, transfer: str) -> None:
+        self.heeded.append(transfer)
 
     def release(self, transfer: str) -> None:
         self.released.append(transfer)

@@ -137,6 +137,16 @@ async def test_a_result_outlives_that_the_node_is_not_known_for_a_moment(parts):
     assert node.released == []
 
 
+async def test_what_arrived_is_kept_until_the_server_has_the_result_and_then_held(parts):
+    node, server, puller = parts
+    await puller.handle([PULL])
+    server.state = TransferState.DONE
+    server.failures = [LinkBroken("gone")] * 3
+    await until(lambda: node.heeded)
+    assert node.kept == ["t1"] * 3
+    assert (node.heeded, node.released) == (["t1"], [])
+
+
 async def test_closing_stops_what_runs(parts):
     node, _, puller = parts
     node.pulling = lambda pull: asyncio.get_running_loop().create_future()

@@ -218,16 +218,47 @@ async def test_who_was_not_asked_in_time_may_have_it() -> None:
     assert "before the deadline" in result.detail
 
 
+def held(store: Store) -> bool:
+    """Whether nobody could evict the one chunk that is there."""
+    store.host.expire()
+    return store.host.usage().leases > 0
+
+
 async def test_a_hold_is_as_long_as_asked_for() -> None:
     clock, store, links, pulls = make()
     links.answers = {ONE.address: base.Outcome.LOADED}
     await pulls.pull(pull([1], ONE, hold=2.0))
+    pulls.told("t")
     clock.advance(1)
-    store.host.expire()
-    assert store.host.usage().leases == 1
+    assert held(store)
     clock.advance(2)
-    store.host.expire()
-    assert store.host.usage().leases == 0
+    assert not held(store)
+
+
+async def test_a_hold_counts_from_when_the_server_knows_of_it() -> None:
+    clock, store, links, pulls = make()
+    links.answers = {ONE.address: base.Outcome.LOADED}
+    await pulls.pull(pull([1], ONE, hold=2.0))
+    for _ in range(3):
+        clock.advance(50)
+        assert held(store)
+        pulls.keep("t")
+    pulls.told("t")
+    clock.advance(1.9)
+    assert held(store)
+    clock.advance(0.2)
+    assert not held(store)
+
+
+async def test_what_the_server_is_never_told_of_is_given_up() -> None:
+    _, store, links, pulls = make()
+    links.answers = {ONE.address: base.Outcome.LOADED}
+    await pulls.pull(pull([1], ONE, hold=2.0))
+    assert held(store)
+    pulls.release("t")
+    assert not held(store)
+    pulls.told("t")  # too late
+    assert not held(store)
 
 
 async def test_what_nobody_wants_any_more_is_not_held() -> None:

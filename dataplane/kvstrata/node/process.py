@@ -439,6 +439,12 @@ class Node:
             return PullResult(nothing, detail="this node is drained, and takes no new chunks")
         return await self.pulls.pull(pull)
 
+    def keep(self, transfer: str) -> None:
+        self.pulls.keep(transfer)
+
+    def told(self, transfer: str) -> None:
+        self.pulls.told(transfer)
+
     def release(self, transfer: str) -> None:
         self.pulls.release(transfer)
 

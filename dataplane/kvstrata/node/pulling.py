@@ -120,6 +120,7 @@ class Puller:
                     _log.warning("gave up posting transfer %s: %s", final.transfer, e)
                     self._forget(final.transfer)
                     return
+                self._reported.keep(final.transfer)
                 await self._sleep(backoff.next())
             except KVStrataError as e:
                 _log.warning("the result of transfer %s is refused: %s", final.transfer, e)
@@ -143,9 +144,12 @@ class Puller:
 
     def _heed(self, transfer: str, reply: api.ProgressReply) -> None:
         """What ended without our result is not to be held, though no command may say so: one that
-        was waiting for us is lost with a server that dies."""
+        was waiting for us is lost with a server that dies. What ended with it is held from when
+        the server says that it did."""
         if reply.state in (TransferState.CANCELLED, TransferState.EXPIRED):
             self._reported.release(transfer)
+        elif reply.state.ended:
+            self._reported.told(transfer)
 
     def _forget(self, transfer: str) -> None:
         """Nobody is there to end its hold: a server that dies may have handed out what SQL had not

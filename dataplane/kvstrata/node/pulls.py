@@ -30,8 +30,11 @@ _log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 32 << 20
 
-# Leases of a pull: what it needs while it works, and what it was asked to keep after.
-_WORK, _HOLD = 1, 2
+# Leases of a pull: what it needs while it works, what it was asked to keep after, and that until
+# the server has its result: who asked counts from there.
+_WORK, _HOLD, _UNTOLD = 1, 2, 3
+# More than a try to tell it takes, at all servers, with the wait before it.
+_UNTOLD_TTL = 60.0
 
 _OUTCOMES = {
     base.Outcome.LOADED: Outcome.STORED,
@@ -83,10 +86,11 @@ class Pulls:
         self._store = store
         self._links = links
         self._tasks: set[asyncio.Task[None]] = set()
+        self._untold: dict[str, tuple[list[Key], float]] = {}
 
     async def pull(self, pull: Pull) -> PullResult:
         """Execute a transfer; see `kvstrata.node.reported`. One outcome per key, always."""
-        state = _State(pull, f"transfer:{pull.transfer}")
+        state = _State(pull, _owner(pull.transfer))
         for document in pull.namespaces:
             try:
                 self._store.namespaces.add(Namespace.parse(document))
@@ -146,7 +150,20 @@ class Pulls:
 
     def release(self, transfer: str) -> None:
         """Nobody needs what it brought any more: end its hold."""
-        self._store.host.release(f"transfer:{transfer}", [_WORK, _HOLD])
+        self._untold.pop(transfer, None)
+        self._store.host.release(_owner(transfer), [_WORK, _HOLD, _UNTOLD])
+
+    def keep(self, transfer: str) -> None:
+        """The server could not be told yet; what the transfer holds stays until it is."""
+        if transfer in self._untold:
+            self._store.host.renew(_owner(transfer), [_UNTOLD], _UNTOLD_TTL)
+
+    def told(self, transfer: str) -> None:
+        """The server has its result: held as long as was asked for, from now on."""
+        keys, hold = self._untold.pop(transfer, ((), 0.0))
+        if keys:
+            self._store.host.lease(_owner(transfer), _HOLD, keys, hold)
+            self._store.host.release(_owner(transfer), [_UNTOLD])
 
     async def close(self) -> None:
         """Return when no batch is under way."""
@@ -241,6 +258,8 @@ class Pulls:
             state.outcomes |= dict.fromkeys(gone, Outcome.NO_ROOM)
             if gone:
                 state.trouble.append(f"{len(gone)} chunks were evicted before the transfer ended")
+            self._store.host.lease(state.owner, _UNTOLD, arrived, _UNTOLD_TTL)
+            self._untold[state.pull.transfer] = arrived, state.pull.hold
         self._store.host.release(state.owner, [_WORK])
 
     def _batches(self, keys: Sequence[Key]) -> list[tuple[Namespace, list[tuple[Key, int]]]]:
@@ -263,3 +282,7 @@ class Pulls:
             if (namespace := namespaces.get(digest)) is not None
             for batch in batches
         ]
+
+
+def _owner(transfer: str) -> str:
+    return f"transfer:{transfer}"

@@ -126,6 +126,13 @@ class Reported(Protocol):
     async def pull(self, pull: Pull) -> PullResult:
         """Execute a transfer. Cancelled when nobody wants it any more or its deadline passed."""
 
+    def keep(self, transfer: str) -> None:
+        """The server couldn't be told yet how a transfer ended: what it holds stays for a minute
+        more."""
+
+    def told(self, transfer: str) -> None:
+        """The server knows: what the transfer holds is held for as long as was asked from now."""
+
     def release(self, transfer: str) -> None:
         """End the hold of a transfer that ended, if there is one."""
 
