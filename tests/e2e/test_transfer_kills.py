@@ -153,14 +153,16 @@ async def check(cluster: KilledCluster, transfers: int, victims: Sequence[str]) 
     with running(cluster):
         engines = {node: Engine(cluster, node) for node in TARGETS}
         clients = Orchestrators(list(cluster.urls.values()), engines)
-        asked = await campaign(plans, clients, Killer(cluster, victims, transfers, rng))
-        told, found = await told_at_last(asked, clients)
+        try:
+            asked = await campaign(plans, clients, Killer(cluster, victims, transfers, rng))
+            told, found = await told_at_last(asked, clients)
+        finally:
+            await clients.close()
         found += faults(asked, told, cluster)
         print(Counter(t.state.value for t in told.values()))
         print(Counter(k.outcome.value for t in told.values() for k in t.keys))
         print("\n".join(found[:40]))
         assert not found, f"{len(found)} faults with KVSTRATA_TEST_SEED={seed}, as {found[0]}"
-        await clients.close()
         for url in cluster.urls.values():
             async with ControlPlane(url, TOKEN) as control:
                 assert sorted(await listed(control)) == sorted(told)
