@@ -44,6 +44,8 @@ def start(folder: Path, *args: str, **environment: str) -> subprocess.Popen[str]
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(folder), **environment},
+        # Whoever runs the tests in the background of a shell has it ignored, and so would the demo.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
