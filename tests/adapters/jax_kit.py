@@ -33,8 +33,8 @@ def run_cases(name: str, *folders: Path) -> str:
     }
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--durations=5"]
     options += ["-p", "no:faulthandler"]  # the interpreter's own writes where we can read it
-    # JAX's runtime on CPUs has crashed in two of some sixty runs (SIGSEGV); where, is not known yet. A
-    # run that died of a signal is made once more, and what it left is shown.
+    # Two of some sixty runs crashed (SIGSEGV); where, is not known yet. A run that died of a signal
+    # is made once more, and what it left is shown.
     for _ in range(2):
         done = subprocess.run(
             [sys.executable, "-X", "faulthandler", "-m", "pytest", *options, str(cases)],
