@@ -53,7 +53,7 @@ class _Last:
     """The last eviction of a tenant that this server asked for, and how long to wait after it.
 
     `held` chunks were counted when it was asked for. When it has `ended`, `untold` of them are
-    gone, unless reports of all are known to be here.
+    gone, unless reports of all are known to be here. `in_vain`: rounds in a row that freed nothing.
     """
 
     eviction: str
@@ -61,6 +61,7 @@ class _Last:
     patience: float = _UNTOLD
     ended: float | None = None
     untold: int = 0
+    in_vain: int = 0
 
 
 class Shedding:
@@ -139,6 +140,7 @@ class Shedding:
         if any(dropped[node.node] and not node.reported for node in nodes):
             last.untold = sum(dropped.values())
         last.patience = _UNTOLD if any(dropped.values()) else min(_MOST_PATIENCE, 2 * last.patience)
+        last.in_vain = 0 if any(dropped.values()) else last.in_vain + 1
         if any(node.dropped is None for node in nodes):
             # Who did not say may have dropped some, and may be at it yet.
             last.patience = max(last.patience, _DEADLINE)
@@ -149,7 +151,9 @@ class Shedding:
         held = count.bytes
         shares = await self._usage.shares(quota.tenant)
         asked: dict[str, Shed] = {}
-        for medium, nbytes in split(held - math.floor(_AIM * most), shares).items():
+        before = self._last.get(quota.tenant)
+        in_vain = 0 if before is None else before.in_vain
+        for medium, nbytes in split(held - math.floor(_AIM * most), shares, in_vain).items():
             node = self._node_of(medium)
             if node is not None and self._is_ours(node.id):
                 shed = asked.setdefault(node.id, Shed({}, {}))
@@ -167,9 +171,8 @@ class Shedding:
             eviction.id,
             len(asked),
         )
-        before = self._last.get(quota.tenant)
         patience = _UNTOLD if before is None else before.patience
-        self._last[quota.tenant] = _Last(eviction.id, count.chunks, patience)
+        self._last[quota.tenant] = _Last(eviction.id, count.chunks, patience, in_vain=in_vain)
 
     def _node_of(self, medium: Medium) -> Node | None:
         """Whom to ask: of those that share a store the same one for all servers."""
@@ -187,13 +190,16 @@ class Shedding:
         return node.heard_here >= (node.last_seen or 0.0) > 0.0
 
 
-def split(excess: int, shares: Mapping[Medium, Share]) -> dict[Medium, int]:
+def split(excess: int, shares: Mapping[Medium, Share], in_vain: int = 0) -> dict[Medium, int]:
     """How many bytes each should give up: in proportion, but whole chunks, the largest shares
-    first, and in all less than a chunk more than `excess`."""
+    first, and in all less than a chunk more than `excess`. After some rounds `in_vain` others come
+    first: what the largest have may all be leased."""
     held = sum(share.nbytes for share in shares.values())
     parts: dict[Medium, int] = {}
     left = excess
-    for medium, share in sorted(shares.items(), key=lambda pair: (-pair[1].nbytes, pair[0])):
+    order = sorted(shares.items(), key=lambda pair: (-pair[1].nbytes, pair[0]))
+    first = in_vain % len(order) if order else 0
+    for medium, share in order[first:] + order[:first]:
         if left <= 0:
             break
         chunk = share.nbytes / share.chunks

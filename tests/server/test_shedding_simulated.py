@@ -104,6 +104,7 @@ _PLACES = [("a", "host"), ("b", "host"), ("c", "host"), ("a", "s2")]
     st.integers(-5, 60),
     st.integers(0, 1 << 32),
 )
+@example(dict.fromkeys(_PLACES[:3], 1), {(_PLACES[0], 0), (_PLACES[1], 0)}, 0, 0)
 @example(dict.fromkeys(_PLACES, 20), {(_PLACES[0], n) for n in range(20)}, 5, 1)
 def test_it_ends_below_the_quota_and_takes_no_more_than_it_said(held, leased, more, seed):
     taken = {(*place, number) for place, number in leased if number < held.get(place, 0)}
@@ -114,7 +115,7 @@ def test_it_ends_below_the_quota_and_takes_no_more_than_it_said(held, leased, mo
 
     async def run():
         nonlocal calm
-        for _ in range(150 if possible else 20):
+        for _ in range(600 if possible else 20):
             simulation.world.clock.advance(1)
             for node in simulation.world.cluster.nodes.values():
                 node.last_seen = simulation.world.clock()
