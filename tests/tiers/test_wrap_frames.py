@@ -173,10 +173,12 @@ async def test_no_part_of_a_frame_is_served(
     content = store.good[0]
     lengths = [*range(0, len(content), 61), len(content) - 1]
     for length in lengths:
-        assert await store.load(content[:length]) is Outcome.CORRUPT, length
         zeroed = content[:length] + bytes(len(content) - length)
-        same = zeroed == content
-        assert await store.load(zeroed) is (Outcome.LOADED if same else Outcome.CORRUPT)
+        # What is cut off may have been zeros (one encrypted byte is, at times), which is what a
+        # short read leaves.
+        expected = Outcome.LOADED if zeroed == content else Outcome.CORRUPT
+        assert await store.load(content[:length]) is expected, length
+        assert await store.load(zeroed) is expected, length
     await store.tier.close()
 
 
