@@ -64,7 +64,17 @@ class Outcome(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
-class TransferRequest(Request):
+class _Terms(Request):
+    """Of all that bring chunks to a node."""
+
+    priority: Annotated[int, Field(ge=0, le=9), NUMBER] = 5
+    deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0
+    hold: Annotated[float, Field(ge=0, le=3600), NUMBER] = 60.0
+    byte_budget: Annotated[int, Field(gt=0, le=MAX_INT), NUMBER] | None = None
+    dry_run: Flag = False
+
+
+class TransferRequest(_Terms):
     """POST /v1/transfers. Send an `Idempotency-Key` header to make a retry harmless.
 
     `source` is a node id or `any`. `deadline` is seconds from now. `hold` is how long the target
@@ -79,15 +89,10 @@ class TransferRequest(Request):
     target: Name
     keys: Annotated[list[HexKey], Field(min_length=1, max_length=MAX_KEYS)]
     source: Name = "any"
-    priority: Annotated[int, Field(ge=0, le=9), NUMBER] = 5
-    deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0
-    hold: Annotated[float, Field(ge=0, le=3600), NUMBER] = 60.0
-    byte_budget: Annotated[int, Field(gt=0, le=MAX_INT), NUMBER] | None = None
     free_only: Flag = False
-    dry_run: Flag = False
 
 
-class PrefetchRequest(Request):
+class PrefetchRequest(_Terms):
     """POST /v1/prefetches: a transfer from a node's own tiers into its host memory.
 
     `hold` is how long the chunks stay leased there; the rest is as in `TransferRequest`.
@@ -95,14 +100,9 @@ class PrefetchRequest(Request):
 
     node: Name
     keys: Annotated[list[HexKey], Field(min_length=1, max_length=MAX_KEYS)]
-    priority: Annotated[int, Field(ge=0, le=9), NUMBER] = 5
-    deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0
-    hold: Annotated[float, Field(ge=0, le=3600), NUMBER] = 60.0
-    byte_budget: Annotated[int, Field(gt=0, le=MAX_INT), NUMBER] | None = None
-    dry_run: Flag = False
 
 
-class TokenTransfer(Request):
+class TokenTransfer(_Terms):
     """POST /v1/transfers, by token ids: what an engine needs to go on after them, as far as chunks
     of all groups end there. So give as many as `tokens` of a lookup says. The server hashes them
     for one namespace: name it by its digest where a model has several.
@@ -113,24 +113,14 @@ class TokenTransfer(Request):
     target: Name
     tokens: Prompt
     source: Name = "any"
-    priority: Annotated[int, Field(ge=0, le=9), NUMBER] = 5
-    deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0
-    hold: Annotated[float, Field(ge=0, le=3600), NUMBER] = 60.0
-    byte_budget: Annotated[int, Field(gt=0, le=MAX_INT), NUMBER] | None = None
     free_only: Flag = False
-    dry_run: Flag = False
 
 
-class TokenPrefetch(Request):
+class TokenPrefetch(_Terms):
     """POST /v1/prefetches, by token ids, which are as in `TokenTransfer`."""
 
     node: Name
     tokens: Prompt
-    priority: Annotated[int, Field(ge=0, le=9), NUMBER] = 5
-    deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0
-    hold: Annotated[float, Field(ge=0, le=3600), NUMBER] = 60.0
-    byte_budget: Annotated[int, Field(gt=0, le=MAX_INT), NUMBER] | None = None
-    dry_run: Flag = False
 
 
 Transfer = Annotated[
