@@ -44,6 +44,7 @@ FLOORS = {
     "kvstrata.api": 2,
     "kvstrata.bulk": 2,
     "kvstrata.control": 2,
+    "kvstrata.control_calls": 2,
     "kvstrata.eviction": 3,
     "kvstrata.leases": 3,
     "kvstrata.overdue": 3,

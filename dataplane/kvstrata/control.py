@@ -9,15 +9,14 @@ from __future__ import annotations
 import re
 import ssl
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from kvstrata import api
+from kvstrata.control_calls import Call, Calls
 from kvstrata.errors import Busy, ConfigError, KVStrataError, LinkBroken, PeerRefused, from_code
 
 if TYPE_CHECKING:
@@ -33,151 +32,6 @@ _TOKEN = re.compile(r"([!-~]([ -~]*[!-~])?)?")
 _SET_IT = "set it: KVSTRATA_TOKEN or --token; for a node KVSTRATA_NODE_CONTROL__TOKEN"
 
 R = TypeVar("R", bound=BaseModel)
-
-
-@dataclass(frozen=True, slots=True)
-class _Call(Generic[R]):
-    """One request, and the type of its answer. `wait`: seconds the server may hold it open."""
-
-    method: str
-    path: str
-    answer: type[R]
-    body: BaseModel | None = None
-    query: dict[str, str | float] = field(default_factory=dict)
-    headers: dict[str, str] = field(default_factory=dict)
-    wait: float = 0.0
-
-
-def _node(node: str, rest: str = "") -> str:
-    return f"/v1/nodes/{quote(node, safe='')}{rest}"
-
-
-def _quota(tenant: str) -> str:
-    return f"/v1/quotas/{quote(tenant, safe='')}"
-
-
-def _page(after: str | None, limit: int) -> dict[str, str | float]:
-    return {"limit": limit} if after is None else {"after": after, "limit": limit}
-
-
-class _Calls:
-    """What can be asked, apart from how: both clients send these."""
-
-    @staticmethod
-    def register(node: api.NodeRegistration) -> _Call[api.RegistrationReply]:
-        return _Call("POST", "/v1/nodes", api.RegistrationReply, node)
-
-    @staticmethod
-    def node(node: str) -> _Call[api.NodeInfo]:
-        return _Call("GET", _node(node), api.NodeInfo)
-
-    @staticmethod
-    def nodes(after: str | None, limit: int) -> _Call[api.NodeList]:
-        return _Call("GET", "/v1/nodes", api.NodeList, query=_page(after, limit))
-
-    @staticmethod
-    def deregister(node: str, incarnation: str | None) -> _Call[api.NodeInfo]:
-        query: dict[str, str | float] = {} if incarnation is None else {"incarnation": incarnation}
-        return _Call("DELETE", _node(node), api.NodeInfo, query=query)
-
-    @staticmethod
-    def heartbeat(node: str, beat: api.HeartbeatRequest) -> _Call[api.HeartbeatReply]:
-        return _Call("PUT", _node(node, "/heartbeat"), api.HeartbeatReply, beat)
-
-    @staticmethod
-    def report(node: str, report: api.Report) -> _Call[api.ReportReply]:
-        return _Call("POST", _node(node, "/reports"), api.ReportReply, report)
-
-    @staticmethod
-    def commands(node: str, incarnation: str, wait: float) -> _Call[api.CommandBatch]:
-        query: dict[str, str | float] = {"incarnation": incarnation, "wait": wait}
-        return _Call("GET", _node(node, "/commands"), api.CommandBatch, query=query, wait=wait)
-
-    @staticmethod
-    def progress(node: str, progress: api.Progress) -> _Call[api.ProgressReply]:
-        return _Call("POST", _node(node, "/progress"), api.ProgressReply, progress)
-
-    @staticmethod
-    def eviction_result(
-        node: str, eviction: str, result: api.EvictionResult
-    ) -> _Call[api.EvictionInfo]:
-        path = _node(node, f"/evictions/{quote(eviction, safe='')}")
-        return _Call("POST", path, api.EvictionInfo, result)
-
-    @staticmethod
-    def store_result(node: str, order: str, result: api.StoreResult) -> _Call[api.OrderReply]:
-        path = _node(node, f"/orders/{quote(order, safe='')}")
-        return _Call("POST", path, api.OrderReply, result)
-
-    @staticmethod
-    def drain(node: str, request: api.DrainRequest) -> _Call[api.DrainInfo]:
-        return _Call("POST", _node(node, "/drain"), api.DrainInfo, request)
-
-    @staticmethod
-    def drain_of(node: str) -> _Call[api.DrainInfo]:
-        return _Call("GET", _node(node, "/drain"), api.DrainInfo)
-
-    @staticmethod
-    def cancel_drain(node: str) -> _Call[api.DrainInfo]:
-        return _Call("DELETE", _node(node, "/drain"), api.DrainInfo)
-
-    @staticmethod
-    def create_eviction(
-        request: api.EvictionRequest, idempotency_key: str | None
-    ) -> _Call[api.EvictionInfo]:
-        headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
-        return _Call("POST", "/v1/evictions", api.EvictionInfo, request, headers=headers)
-
-    @staticmethod
-    def eviction(eviction: str) -> _Call[api.EvictionInfo]:
-        return _Call("GET", f"/v1/evictions/{quote(eviction, safe='')}", api.EvictionInfo)
-
-    @staticmethod
-    def namespaces(after: str | None, limit: int) -> _Call[api.NamespaceList]:
-        return _Call("GET", "/v1/namespaces", api.NamespaceList, query=_page(after, limit))
-
-    @staticmethod
-    def lookup(request: api.LookupRequest | api.TokenLookup) -> _Call[api.LookupReply]:
-        return _Call("POST", "/v1/placements:lookup", api.LookupReply, request)
-
-    @staticmethod
-    def create_transfer(
-        request: api.TransferRequest | api.TokenTransfer, idempotency_key: str | None
-    ) -> _Call[api.TransferInfo]:
-        headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
-        return _Call("POST", "/v1/transfers", api.TransferInfo, request, headers=headers)
-
-    @staticmethod
-    def transfer(transfer: str) -> _Call[api.TransferInfo]:
-        return _Call("GET", f"/v1/transfers/{quote(transfer, safe='')}", api.TransferInfo)
-
-    @staticmethod
-    def transfers(after: str | None, limit: int) -> _Call[api.TransferList]:
-        return _Call("GET", "/v1/transfers", api.TransferList, query=_page(after, limit))
-
-    @staticmethod
-    def quotas(after: str | None, limit: int) -> _Call[api.QuotaList]:
-        return _Call("GET", "/v1/quotas", api.QuotaList, query=_page(after, limit))
-
-    @staticmethod
-    def quota(tenant: str) -> _Call[api.QuotaInfo]:
-        return _Call("GET", _quota(tenant), api.QuotaInfo)
-
-    @staticmethod
-    def put_quota(tenant: str, request: api.QuotaRequest) -> _Call[api.QuotaInfo]:
-        return _Call("PUT", _quota(tenant), api.QuotaInfo, request)
-
-    @staticmethod
-    def delete_quota(tenant: str) -> _Call[api.QuotaInfo]:
-        return _Call("DELETE", _quota(tenant), api.QuotaInfo)
-
-    @staticmethod
-    def cancel_transfer(transfer: str) -> _Call[api.TransferInfo]:
-        return _Call("DELETE", f"/v1/transfers/{quote(transfer, safe='')}", api.TransferInfo)
-
-    @staticmethod
-    def health() -> _Call[api.Health]:
-        return _Call("GET", "/healthz", api.Health)
 
 
 def _is_address(url: str) -> bool:
@@ -234,7 +88,7 @@ class _Client:
         return headers
 
     def _request(
-        self, http: httpx.AsyncClient | httpx.Client, url: str, call: _Call[R]
+        self, http: httpx.AsyncClient | httpx.Client, url: str, call: Call[R]
     ) -> httpx.Request:
         import httpx
 
@@ -256,7 +110,7 @@ class _Client:
         )
 
     @staticmethod
-    def _parse(call: _Call[R], response: httpx.Response) -> R:
+    def _parse(call: Call[R], response: httpx.Response) -> R:
         if response.is_success:
             try:
                 return call.answer.model_validate_json(response.content)
@@ -327,7 +181,7 @@ class ControlPlane(_Client):
             verify=self._verify,
         )
 
-    async def _run(self, call: _Call[R]) -> R:
+    async def _run(self, call: Call[R]) -> R:
         import httpx
 
         for last in _tries(self._urls):
@@ -343,96 +197,96 @@ class ControlPlane(_Client):
         return self._parse(call, response)
 
     async def register(self, node: api.NodeRegistration) -> api.RegistrationReply:
-        return await self._run(_Calls.register(node))
+        return await self._run(Calls.register(node))
 
     async def deregister(self, node: str, incarnation: str | None = None) -> api.NodeInfo:
         """Take it out of service; with `incarnation`, only if it is still that one."""
-        return await self._run(_Calls.deregister(node, incarnation))
+        return await self._run(Calls.deregister(node, incarnation))
 
     async def heartbeat(self, node: str, beat: api.HeartbeatRequest) -> api.HeartbeatReply:
-        return await self._run(_Calls.heartbeat(node, beat))
+        return await self._run(Calls.heartbeat(node, beat))
 
     async def report(self, node: str, report: api.Report) -> api.ReportReply:
-        return await self._run(_Calls.report(node, report))
+        return await self._run(Calls.report(node, report))
 
     async def commands(self, node: str, incarnation: str, wait: float = 0.0) -> api.CommandBatch:
         """Long poll: returns when there is a command, or after `wait` seconds without."""
-        return await self._run(_Calls.commands(node, incarnation, wait))
+        return await self._run(Calls.commands(node, incarnation, wait))
 
     async def progress(self, node: str, progress: api.Progress) -> api.ProgressReply:
-        return await self._run(_Calls.progress(node, progress))
+        return await self._run(Calls.progress(node, progress))
 
     async def eviction_result(
         self, node: str, eviction: str, result: api.EvictionResult
     ) -> api.EvictionInfo:
-        return await self._run(_Calls.eviction_result(node, eviction, result))
+        return await self._run(Calls.eviction_result(node, eviction, result))
 
     async def store_result(self, node: str, order: str, result: api.StoreResult) -> api.OrderReply:
-        return await self._run(_Calls.store_result(node, order, result))
+        return await self._run(Calls.store_result(node, order, result))
 
     async def drain(self, node: str, request: api.DrainRequest) -> api.DrainInfo:
-        return await self._run(_Calls.drain(node, request))
+        return await self._run(Calls.drain(node, request))
 
     async def drain_of(self, node: str) -> api.DrainInfo:
-        return await self._run(_Calls.drain_of(node))
+        return await self._run(Calls.drain_of(node))
 
     async def cancel_drain(self, node: str) -> api.DrainInfo:
         """The node takes new chunks again, also if it was drained already."""
-        return await self._run(_Calls.cancel_drain(node))
+        return await self._run(Calls.cancel_drain(node))
 
     async def create_eviction(
         self, request: api.EvictionRequest, idempotency_key: str | None = None
     ) -> api.EvictionInfo:
-        return await self._run(_Calls.create_eviction(request, idempotency_key))
+        return await self._run(Calls.create_eviction(request, idempotency_key))
 
     async def eviction(self, eviction: str) -> api.EvictionInfo:
-        return await self._run(_Calls.eviction(eviction))
+        return await self._run(Calls.eviction(eviction))
 
     async def node(self, node: str) -> api.NodeInfo:
-        return await self._run(_Calls.node(node))
+        return await self._run(Calls.node(node))
 
     async def nodes(self, after: str | None = None, limit: int = 100) -> api.NodeList:
-        return await self._run(_Calls.nodes(after, limit))
+        return await self._run(Calls.nodes(after, limit))
 
     async def namespaces(self, after: str | None = None, limit: int = 100) -> api.NamespaceList:
-        return await self._run(_Calls.namespaces(after, limit))
+        return await self._run(Calls.namespaces(after, limit))
 
     async def lookup(self, request: api.LookupRequest | api.TokenLookup) -> api.LookupReply:
-        return await self._run(_Calls.lookup(request))
+        return await self._run(Calls.lookup(request))
 
     async def create_transfer(
         self,
         request: api.TransferRequest | api.TokenTransfer,
         idempotency_key: str | None = None,
     ) -> api.TransferInfo:
-        return await self._run(_Calls.create_transfer(request, idempotency_key))
+        return await self._run(Calls.create_transfer(request, idempotency_key))
 
     async def get_transfer(self, transfer: str) -> api.TransferInfo:
-        return await self._run(_Calls.transfer(transfer))
+        return await self._run(Calls.transfer(transfer))
 
     async def transfers(self, after: str | None = None, limit: int = 100) -> api.TransferList:
-        return await self._run(_Calls.transfers(after, limit))
+        return await self._run(Calls.transfers(after, limit))
 
     async def cancel_transfer(self, transfer: str) -> api.TransferInfo:
         """Harmless if it has ended."""
-        return await self._run(_Calls.cancel_transfer(transfer))
+        return await self._run(Calls.cancel_transfer(transfer))
 
     async def quotas(self, after: str | None = None, limit: int = 100) -> api.QuotaList:
-        return await self._run(_Calls.quotas(after, limit))
+        return await self._run(Calls.quotas(after, limit))
 
     async def quota(self, tenant: str) -> api.QuotaInfo:
         """`tenant` here and below: see `api.tenant_name`."""
-        return await self._run(_Calls.quota(tenant))
+        return await self._run(Calls.quota(tenant))
 
     async def put_quota(self, tenant: str, request: api.QuotaRequest) -> api.QuotaInfo:
         """Set all of its bounds."""
-        return await self._run(_Calls.put_quota(tenant, request))
+        return await self._run(Calls.put_quota(tenant, request))
 
     async def delete_quota(self, tenant: str) -> api.QuotaInfo:
-        return await self._run(_Calls.delete_quota(tenant))
+        return await self._run(Calls.delete_quota(tenant))
 
     async def health(self) -> api.Health:
-        return await self._run(_Calls.health())
+        return await self._run(Calls.health())
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -469,7 +323,7 @@ class SyncControlPlane(_Client):
             verify=self._verify,
         )
 
-    def _run(self, call: _Call[R]) -> R:
+    def _run(self, call: Call[R]) -> R:
         import httpx
 
         for last in _tries(self._urls):
@@ -485,67 +339,67 @@ class SyncControlPlane(_Client):
         return self._parse(call, response)
 
     def drain(self, node: str, request: api.DrainRequest) -> api.DrainInfo:
-        return self._run(_Calls.drain(node, request))
+        return self._run(Calls.drain(node, request))
 
     def drain_of(self, node: str) -> api.DrainInfo:
-        return self._run(_Calls.drain_of(node))
+        return self._run(Calls.drain_of(node))
 
     def cancel_drain(self, node: str) -> api.DrainInfo:
-        return self._run(_Calls.cancel_drain(node))
+        return self._run(Calls.cancel_drain(node))
 
     def create_eviction(
         self, request: api.EvictionRequest, idempotency_key: str | None = None
     ) -> api.EvictionInfo:
-        return self._run(_Calls.create_eviction(request, idempotency_key))
+        return self._run(Calls.create_eviction(request, idempotency_key))
 
     def eviction(self, eviction: str) -> api.EvictionInfo:
-        return self._run(_Calls.eviction(eviction))
+        return self._run(Calls.eviction(eviction))
 
     def node(self, node: str) -> api.NodeInfo:
-        return self._run(_Calls.node(node))
+        return self._run(Calls.node(node))
 
     def nodes(self, after: str | None = None, limit: int = 100) -> api.NodeList:
-        return self._run(_Calls.nodes(after, limit))
+        return self._run(Calls.nodes(after, limit))
 
     def deregister(self, node: str) -> api.NodeInfo:
-        return self._run(_Calls.deregister(node, None))
+        return self._run(Calls.deregister(node, None))
 
     def namespaces(self, after: str | None = None, limit: int = 100) -> api.NamespaceList:
-        return self._run(_Calls.namespaces(after, limit))
+        return self._run(Calls.namespaces(after, limit))
 
     def lookup(self, request: api.LookupRequest | api.TokenLookup) -> api.LookupReply:
-        return self._run(_Calls.lookup(request))
+        return self._run(Calls.lookup(request))
 
     def create_transfer(
         self,
         request: api.TransferRequest | api.TokenTransfer,
         idempotency_key: str | None = None,
     ) -> api.TransferInfo:
-        return self._run(_Calls.create_transfer(request, idempotency_key))
+        return self._run(Calls.create_transfer(request, idempotency_key))
 
     def get_transfer(self, transfer: str) -> api.TransferInfo:
-        return self._run(_Calls.transfer(transfer))
+        return self._run(Calls.transfer(transfer))
 
     def transfers(self, after: str | None = None, limit: int = 100) -> api.TransferList:
-        return self._run(_Calls.transfers(after, limit))
+        return self._run(Calls.transfers(after, limit))
 
     def cancel_transfer(self, transfer: str) -> api.TransferInfo:
-        return self._run(_Calls.cancel_transfer(transfer))
+        return self._run(Calls.cancel_transfer(transfer))
 
     def quotas(self, after: str | None = None, limit: int = 100) -> api.QuotaList:
-        return self._run(_Calls.quotas(after, limit))
+        return self._run(Calls.quotas(after, limit))
 
     def quota(self, tenant: str) -> api.QuotaInfo:
-        return self._run(_Calls.quota(tenant))
+        return self._run(Calls.quota(tenant))
 
     def put_quota(self, tenant: str, request: api.QuotaRequest) -> api.QuotaInfo:
-        return self._run(_Calls.put_quota(tenant, request))
+        return self._run(Calls.put_quota(tenant, request))
 
     def delete_quota(self, tenant: str) -> api.QuotaInfo:
-        return self._run(_Calls.delete_quota(tenant))
+        return self._run(Calls.delete_quota(tenant))
 
     def health(self) -> api.Health:
-        return self._run(_Calls.health())
+        return self._run(Calls.health())
 
     def close(self) -> None:
         self._http.close()
