@@ -223,7 +223,9 @@ class Soak:
         def settle(explained: bool, together: bool) -> None:
             self._check_answers(answers, keys)
             if not answers:  # raised or cancelled: what it found out is not known
-                self._held -= set(keys) if explained else harmed
+                unsure = set(keys) if explained else harmed
+                self._held -= unsure
+                self._removed |= unsure  # whatever a store beside it was told
             for item, outcome in zip(items, answers, strict=False):
                 key = item.key
                 self.report.outcomes[outcome] += 1
@@ -239,6 +241,7 @@ class Soak:
                     self._check(gone or bad or self._ill, f"{key.hex()} is lost")
                     if bad:
                         self._held.discard(key)
+                        self._removed.add(key)
                 else:
                     self._check(outcome is Outcome.FAILED, f"a load said {outcome}")
                     self._check(explained, f"{key.hex()} failed to load without a cause")
