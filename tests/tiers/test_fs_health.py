@@ -23,7 +23,7 @@ from kvstrata.tiers.base import Outcome, TierContext
 from kvstrata.tiers.fs import FsTier
 from kvstrata.tiers.fs_format import file_bytes
 from kvstrata.tiers.fs_health import CONDITION_OF, Condition, Health, condition_of
-from kvstrata.tiers.fs_root import RootGone
+from kvstrata.tiers.fs_root import IDENTITY, RootGone
 
 STORED, PRESENT, LOADED = Outcome.STORED, Outcome.PRESENT, Outcome.LOADED
 MISSING, NO_ROOM, FAILED = Outcome.MISSING, Outcome.NO_ROOM, Outcome.FAILED
@@ -63,10 +63,12 @@ async def opened(
 
 
 async def recovered(tier: FsTier, clock: FakeClock) -> None:
-    """Let time pass until the tier is healthy."""
+    """Let time pass until the tier is healthy: but none for a probe's threads, however slow."""
 
     def healthy() -> bool:
-        clock.advance(0.5)
+        probe = tier._upkeep._tasks.get("probe")
+        if probe is None or probe.done():
+            clock.advance(0.5)
         return tier.usage().healthy
 
     await until(healthy)
@@ -350,6 +352,33 @@ async def test_a_removed_root_is_noticed_by_itself(
     await until(lambda: "gone" in tier.usage().detail)
     await recovered(tier, clock)
     assert removed == [key(0)]
+
+
+async def test_a_root_that_is_made_again_by_a_probe_nobody_waits_for_is_empty(
+    opened: Callable[..., Any],
+    system: FaultySystem,
+    clock: FakeClock,
+    removed: list[Key],
+    tmp_path: Path,
+) -> None:
+    tier = await opened()
+    await tier.store([item(0)])
+    shutil.rmtree(tmp_path / "s")
+    system.hold("mkdir")  # of the directories below the root: its identity is there by then
+    system.only = lambda path: not path.endswith("/s")
+
+    def given_up() -> bool:
+        clock.advance(0.5)
+        return "a probe does not come back" in tier.usage().detail
+
+    await until(given_up)
+    assert system.reached.is_set()
+    assert (tmp_path / "s" / IDENTITY).exists()
+    system.let_go()
+    await recovered(tier, clock)
+    assert removed == [key(0)]
+    assert await tier.lookup([key(0)]) == [False]
+    assert await tier.store([item(0)]) == [STORED]
 
 
 async def test_another_store_in_its_place_is_not_used(

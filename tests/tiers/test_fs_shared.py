@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -276,6 +277,53 @@ async def test_each_knows_what_the_others_do(
     assert there.keys() == [key(1)]
     assert sorted(removed[1]) == sorted([key(0), key(2)])
     assert removed[0] == [key(0), key(2)] or removed[0] == [key(2), key(0)]
+
+
+async def test_a_root_that_one_made_again_is_empty_for_all(
+    opened: Callable[..., Any], clock: FakeClock, removed: list[list[Key]], tmp_path: Path
+) -> None:
+    here, there = await opened(), await opened()
+    await here.store([item(0), item(1)])
+    await talk(clock, here, there)
+    assert len(there.keys()) == 2
+    shutil.rmtree(tmp_path)
+    await here._upkeep.exchange()
+    assert "gone" in here.usage().detail
+    await here._upkeep.probe()  # makes it again
+    assert here.usage().healthy
+    assert here.keys() == []
+    await there._upkeep.exchange()
+    assert "made again empty" in there.usage().detail
+    await there._upkeep.probe()
+    assert there.usage().healthy
+    assert there.keys() == []
+    assert sorted(removed[0]) == sorted(removed[1]) == sorted([key(0), key(1)])
+    await there.store([item(2)])
+    await talk(clock, here, there)
+    assert here.keys() == [key(2)]
+
+
+async def test_news_of_a_round_that_came_too_late_are_heard(
+    opened: Callable[..., Any], clock: FakeClock, removed: list[list[Key]]
+) -> None:
+    system = FaultySystem()
+    here, there = await opened(), await opened(system)
+    await here.store([item(0), item(1)])
+    await talk(clock, here, there)
+    await here.evict([key(0)])
+    await here._upkeep.exchange()
+    # The round of `there` hangs after it has read what `here` says.
+    system.only = lambda path: "evictor" in path
+    system.hold("open", "preadv", "stat", "entries")
+    round_ = asyncio.ensure_future(there._upkeep.exchange())
+    assert await asyncio.to_thread(system.reached.wait, 30)
+    clock.advance(6)
+    await round_
+    assert removed[1] == []
+    system.let_go()
+    await until(lambda: there._upkeep._exchanged)
+    await there._upkeep.exchange()
+    assert removed[1] == [key(0)]
 
 
 async def test_only_one_evicts_and_all_keep_the_bound(

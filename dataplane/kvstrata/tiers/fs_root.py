@@ -47,9 +47,11 @@ class RootGone(OSError):  # noqa: N818 (errors are named after the condition)
         super().__init__(errno.ENOENT, why)
 
 
-class _Identity(msgspec.Struct, frozen=True):
+class _Identity(msgspec.Struct, frozen=True, omit_defaults=True):
     id: uuid.UUID
     format: int = 1
+    made: str = ""
+    """Another one each time that the store is made, empty. Old stores have none."""
 
 
 class Root:
@@ -72,7 +74,8 @@ class Root:
             os.makedirs(self.path, exist_ok=True)
             self._make(self.at(WRITERS))
             self._register()
-            self.id = self._identity(uuid.uuid4())
+            identity = self._identity(uuid.uuid4())
+            self.id, self.made = identity.id, identity.made
             self.direct = self._probe(direct)
         except OSError as e:
             self.close()
@@ -186,7 +189,8 @@ class Root:
             self.system.close(fd)
 
     def check(self) -> None:
-        """Raises `RootGone` if this store isn't here any more, `OSError` if that can't be told."""
+        """Raises `RootGone` if this store isn't here any more, or was emptied and made again
+        since `made`; `OSError` if that can't be told."""
         try:
             fd = self.system.open(self.at(IDENTITY), os.O_RDONLY)
         except FileNotFoundError:
@@ -197,7 +201,10 @@ class Root:
         finally:
             self.system.close(fd)
         with contextlib.suppress(msgspec.DecodeError):
-            if msgspec.json.decode(page, type=_Identity).id == self.id:
+            identity = msgspec.json.decode(page, type=_Identity)
+            if identity.id == self.id:
+                if identity.made != self.made:
+                    raise RootGone(f"{self.path} was removed, and made again empty")
                 return
         raise RootGone(f"{self.path} holds another store: restart the node to use that one")
 
@@ -220,18 +227,25 @@ class Root:
             with contextlib.suppress(OSError):
                 self.system.unlink(temp)
 
-    def restore(self) -> None:
-        """Make the store again, empty, where it has been removed. Raises `RootGone` where
-        another file system has come in its place, since that one's disk isn't ours to fill."""
+    def restore(self) -> str:
+        """Make the store again, empty, where it has been removed, or join it where somebody else
+        has. Raises `RootGone` where another file system has come in its place, since that one's
+        disk isn't ours to fill.
+
+        Returns what `made` is to be set to by whoever has forgotten what the store held. Until
+        then `check` raises: a thread that nobody waits for any more may have come this far.
+        """
         with contextlib.suppress(FileExistsError):
             self.system.mkdir(self.path)
         if self._device_here() != self._device:
             raise RootGone(f"another file system is at {self.path} now: mount the store again")
-        if self._identity(self.id) != self.id:
+        identity = self._identity(self.id)
+        if identity.id != self.id:
             raise RootGone(f"{self.path} holds another store: restart the node to use that one")
         self._make(self.at(WRITERS))
         self._release()
         self._register()
+        return identity.made
 
     def close(self) -> None:
         """Let go. Idempotent."""
@@ -278,14 +292,16 @@ class Root:
         finally:
             self.system.close(fd)
 
-    def _identity(self, mine: uuid.UUID) -> uuid.UUID:
+    def _identity(self, mine: uuid.UUID) -> _Identity:
         """The store's, written by whoever comes first."""
         path = self.at(IDENTITY)
         temp = self.temp(self.path)
         try:
             fd = self.system.open(temp, _CREATE)
             try:
-                content = memoryview(msgspec.json.encode(_Identity(mine)))
+                content = memoryview(
+                    msgspec.json.encode(_Identity(mine, made=secrets.token_hex(8)))
+                )
                 write_all(self.system, fd, [content])
                 self._device = self.system.fstat(fd).st_dev
             finally:
@@ -301,7 +317,7 @@ class Root:
             raise ConfigError(f"fs tier: {path} does not identify a store: {e}") from e
         if identity.format != 1:
             raise ConfigError(f"fs tier: {path} has format {identity.format}, this one reads 1")
-        return identity.id
+        return identity
 
     def _device_here(self) -> int:
         """The device of files made at the root now: on some stacks not that of the directory."""

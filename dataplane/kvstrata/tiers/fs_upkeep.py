@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from itertools import islice
 from typing import NamedTuple
@@ -46,11 +46,11 @@ _PROBED_BYTES = 128 << 10
 
 
 class _Probed(NamedTuple):
-    """What is wrong, and whether the store had to be made anew."""
+    """What is wrong, and when the store that is there was made: see `Root.made`."""
 
     found: Condition | None
     why: str
-    made_anew: bool = False
+    made: str
 
 
 class Upkeep:
@@ -61,6 +61,7 @@ class Upkeep:
         self._next = dict.fromkeys(("exchange", "flush", "walk"), float("-inf"))
         self._impatient = True
         self._removed: OrderedDict[Key, float] = OrderedDict()  # by others, and when
+        self._exchanged: deque[Exchange] = deque()  # what threads brought, in time or later
         self.progress = ""
         """Of a walk that goes on."""
 
@@ -145,12 +146,14 @@ class Upkeep:
     async def probe(self) -> None:
         """Try the mount, and end or renew what is wrong with it."""
         core = self._core
-        late = _Probed(Condition.HUNG, "a probe does not come back")
-        found, why, made_anew = await core.off(core.doctor, self._try_mount, late)
+        root = core.root
+        late = _Probed(Condition.HUNG, "a probe does not come back", root.made)
+        found, why, made = await core.off(core.doctor, self._try_mount, late)
         if found is Condition.HUNG:
             core.doctor.give_up(core.options.stuck_after / 2)
-        if made_anew:
+        if made != root.made:
             core.forget_all()
+            root.made = made
             await core.off(core.keeper, core.shared.start, None)
         core.health.probed(found, why)
         if found is None:
@@ -158,18 +161,16 @@ class Upkeep:
 
     def _try_mount(self) -> _Probed:
         """In a thread."""
-        core = self._core
-        made_anew = False
+        root, made = self._core.root, self._core.root.made
         try:
             try:
-                core.root.check()
+                root.check()
             except RootGone:
-                core.root.restore()
-                made_anew = True
-            core.root.try_write(_PROBED_BYTES if core.health.has(Condition.FULL) else 1)
+                made = root.restore()
+            root.try_write(_PROBED_BYTES if self._core.health.has(Condition.FULL) else 1)
         except OSError as e:
-            return _Probed(condition_of(e) or Condition.IO_ERROR, str(e), made_anew)
-        return _Probed(None, "", made_anew)
+            return _Probed(condition_of(e) or Condition.IO_ERROR, str(e), made)
+        return _Probed(None, "", made)
 
     # ------------------------------------------------------------ the others
 
@@ -179,29 +180,36 @@ class Upkeep:
         shared = core.shared
         pending, use = shared.take_pending(), shared.use(core.index.used)
         impatient, self._impatient = self._impatient, False
-        late = Exchange(errors=[TimeoutError("no answer")])
 
-        def work() -> Exchange:
+        def work() -> bool:
             try:
-                return shared.exchange(pending, use, impatient)
+                done = shared.exchange(pending, use, impatient)
             except OSError as e:
-                return Exchange(errors=[e])
+                done = Exchange(errors=[e])
+            self._exchanged.append(done)
+            return not done.errors
 
-        done = await core.off(core.keeper, work, late)
-        if done.errors:
+        if not await core.off(core.keeper, work, False):
             shared.put_back(pending)
+        # News are read once: those of a round that came too late count as well.
+        while self._exchanged:
+            self._heard(self._exchanged.popleft())
+        await self._evict()
+
+    def _heard(self, done: Exchange) -> None:
+        """What a round brought."""
+        core, shared = self._core, self._core.shared
         for error in done.errors:
             condition = condition_of(error)
             if condition is not None:
                 core.trouble(condition, str(error))
-            elif error is not late.errors[0]:
+            else:
                 _log.warning("fs tier at %s: %s", core.root.path, error)
         self._apply(done.news)
         if done.took_over or (shared.lost and shared.evicts):
             # Who died may not have told of all that it stored.
             shared.sure, shared.lost = not done.took_over, False
             self._next["walk"] = float("-inf")
-        await self._evict()
 
     def _apply(self, news: list[tuple[str, Record]]) -> None:
         core = self._core
