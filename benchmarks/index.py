@@ -65,7 +65,7 @@ from index_peers import BLOCK, TOKENS, dynamo_query_ms, lmcache_rates
 from kvstrata import bulk
 from kvstrata.bulk import BulkChange, BulkLookup, BulkReport, KeyRun, runs_of
 from kvstrata.keys import Field, Group, Namespace
-from kvstrata_server.hashing import chunk_keys
+from kvstrata_server.lookups.hashing import chunk_keys
 
 SMALL = 100_000
 ASKED = 1_000

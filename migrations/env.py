@@ -9,7 +9,7 @@ from alembic import context
 from sqlalchemy import Connection, create_engine, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from kvstrata_server.models import Base
+from kvstrata_server.sql.models import Base
 
 
 def migrate(connection: Connection) -> None:

@@ -23,11 +23,11 @@ from kvstrata.config import ServerSettings
 from kvstrata.errors import ConfigError
 from kvstrata.standard_input import at_end_of_stdin
 from kvstrata_server import openapi, problems
-from kvstrata_server.auth import Gate, authorize
-from kvstrata_server.body_limit import BodyLimit
+from kvstrata_server.access.auth import Gate, authorize
+from kvstrata_server.access.body_limit import BodyLimit
+from kvstrata_server.access.no_nul import NoNul
 from kvstrata_server.clock import Clock, steady_clock
 from kvstrata_server.metrics import Timing
-from kvstrata_server.no_nul import NoNul
 from kvstrata_server.plane import ControlState
 from kvstrata_server.routes import (
     audit,

@@ -7,7 +7,7 @@ from time import perf_counter
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvstrata_server.answered import Answered
+from kvstrata_server.access.answered import Answered
 
 __all__ = ["Metrics", "Timing"]
 

@@ -12,7 +12,7 @@ from fastapi.openapi.utils import get_openapi
 
 from kvstrata.api import Problem
 from kvstrata.bulk import MEDIA_TYPE
-from kvstrata_server.auth import OPEN_PATHS
+from kvstrata_server.access.auth import OPEN_PATHS
 from kvstrata_server.examples import show_examples
 from kvstrata_server.examples.packed import BODIES, OTHER_BODIES, packed_example
 

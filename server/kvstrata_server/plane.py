@@ -13,33 +13,33 @@ from kvstrata.addresses import is_loopback, split_address
 from kvstrata.config import ServerSettings
 from kvstrata.errors import Busy, ConfigError
 from kvstrata.node.supervisor import Supervisor
-from kvstrata_server.admission import Admission
-from kvstrata_server.audit import ForgetAudit
-from kvstrata_server.changes import TrimLog
+from kvstrata_server.access.audit import ForgetAudit
+from kvstrata_server.access.rate_limit import RateLimit
+from kvstrata_server.access.tokens import Tokens
 from kvstrata_server.clock import Clock
-from kvstrata_server.cluster import Cluster
-from kvstrata_server.compat import Instances
-from kvstrata_server.database import Database
-from kvstrata_server.drains import Drains
-from kvstrata_server.dump import Dumps
-from kvstrata_server.evictions import Evictions
-from kvstrata_server.feed import Feed, WatchedPlaces
-from kvstrata_server.following import LOG_RETENTION, Follower
-from kvstrata_server.hot import HotPrefixes
-from kvstrata_server.index import PlacementIndex
-from kvstrata_server.loading import load
+from kvstrata_server.draining.drains import Drains
+from kvstrata_server.lookups.compat import Instances
+from kvstrata_server.lookups.dump import Dumps
+from kvstrata_server.lookups.hot import HotPrefixes
 from kvstrata_server.metrics import Metrics
-from kvstrata_server.namespaces import Namespaces
-from kvstrata_server.placement_writes import ForgetChunks
-from kvstrata_server.quotas import Quotas
-from kvstrata_server.rate_limit import RateLimit
-from kvstrata_server.shedding import Shedding
-from kvstrata_server.tenants import Tenants
-from kvstrata_server.tokens import Tokens
-from kvstrata_server.transfers import Scheduler
-from kvstrata_server.turns import Turns
-from kvstrata_server.usage import Usage
-from kvstrata_server.writer import Writer
+from kvstrata_server.placement.cluster import Cluster
+from kvstrata_server.placement.feed import Feed, WatchedPlaces
+from kvstrata_server.placement.following import LOG_RETENTION, Follower
+from kvstrata_server.placement.index import PlacementIndex
+from kvstrata_server.placement.loading import load
+from kvstrata_server.placement.namespaces import Namespaces
+from kvstrata_server.placement.placement_writes import ForgetChunks
+from kvstrata_server.scheduling.evictions import Evictions
+from kvstrata_server.scheduling.transfers import Scheduler
+from kvstrata_server.scheduling.turns import Turns
+from kvstrata_server.sql.changes import TrimLog
+from kvstrata_server.sql.database import Database
+from kvstrata_server.sql.writer import Writer
+from kvstrata_server.tenancy.admission import Admission
+from kvstrata_server.tenancy.quotas import Quotas
+from kvstrata_server.tenancy.shedding import Shedding
+from kvstrata_server.tenancy.tenants import Tenants
+from kvstrata_server.tenancy.usage import Usage
 
 __all__ = ["ControlState", "state_of"]
 

@@ -26,7 +26,7 @@ from kvstrata.client import Client
 from kvstrata.keys import Field, Group, Key, Namespace
 from kvstrata.testing.waiting import eventually
 from kvstrata.wire import Told
-from kvstrata_server.hashing import chunk_keys
+from kvstrata_server.lookups.hashing import chunk_keys
 
 ROOT = Path(__file__).parents[2]
 BLOCK = 4

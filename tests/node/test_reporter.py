@@ -12,7 +12,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.node.reporter import Reporter
 from kvstrata.testing.waiting import until
 from kvstrata_server.app import create_app
-from kvstrata_server.evictions import Shed
+from kvstrata_server.scheduling.evictions import Shed
 
 
 @asynccontextmanager
@@ -358,7 +358,7 @@ async def test_a_pull_that_fails_says_why(tmp_path):
 
 
 async def test_lost_answers_do_not_execute_it_twice(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvstrata_server.outgoing._REDELIVERY", 0.05)
+    monkeypatch.setattr("kvstrata_server.scheduling.outgoing._REDELIVERY", 0.05)
     async with pair(tmp_path) as (target, client, link):
         losses = {"/commands": 1, "/progress": 3}
 

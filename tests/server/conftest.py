@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from postgres_kit import Postgres, binaries
 
-from kvstrata_server.database import Database
+from kvstrata_server.sql.database import Database
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from kvstrata import api
 from kvstrata.api import Outcome, TransferState
 from kvstrata.errors import Busy, Malformed, NoSpace
 from kvstrata.testing.waiting import until
-from kvstrata_server.outgoing import Outgoing
+from kvstrata_server.scheduling.outgoing import Outgoing
 
 ACME, OTHER = replace(NAMESPACE, tenant="acme"), replace(NAMESPACE, tenant="other")
 DOCUMENTS = tuple(n.document.decode() for n in (ACME, OTHER))

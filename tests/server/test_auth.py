@@ -4,10 +4,10 @@ from server_kit import join, running
 from kvstrata.config import ServerSettings
 from kvstrata.control import ControlPlane
 from kvstrata.errors import ConfigError, PeerRefused
-from kvstrata_server import tokens
+from kvstrata_server.access import tokens
+from kvstrata_server.access.roles import Role
 from kvstrata_server.app import create_app, main
-from kvstrata_server.database import Database
-from kvstrata_server.roles import Role
+from kvstrata_server.sql.database import Database
 
 
 async def test_a_token_opens_every_route(tmp_path):

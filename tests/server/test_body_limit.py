@@ -3,7 +3,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvstrata_server.body_limit import BodyLimit
+from kvstrata_server.access.body_limit import BodyLimit
 
 
 async def echo(scope, receive, send):

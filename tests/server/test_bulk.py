@@ -14,8 +14,8 @@ from kvstrata.bulk import (
     runs_of,
 )
 from kvstrata.keys import Key, make_key
-from kvstrata_server import tokens
-from kvstrata_server.roles import Role
+from kvstrata_server.access import tokens
+from kvstrata_server.access.roles import Role
 
 
 def raw(*numbers: int) -> list[Key]:

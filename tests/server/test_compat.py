@@ -11,9 +11,9 @@ from server_kit import TTL, Running, host, report, running, store
 
 from kvstrata import api
 from kvstrata.keys import Field, Group, Namespace
-from kvstrata_server import tokens
-from kvstrata_server.hashing import chunk_keys, local_hashes, sequence_hashes
-from kvstrata_server.roles import Role
+from kvstrata_server.access import tokens
+from kvstrata_server.access.roles import Role
+from kvstrata_server.lookups.hashing import chunk_keys, local_hashes, sequence_hashes
 
 BLOCK = 4
 TOKENS = list(range(100, 140))  # ten blocks, five chunks

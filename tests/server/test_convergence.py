@@ -23,8 +23,8 @@ from server_kit import NAMESPACE, TurnedClock, database_url
 from kvstrata import api
 from kvstrata.config import ServerSettings
 from kvstrata.errors import Expired, Missing
-from kvstrata_server.database import Database
 from kvstrata_server.plane import ControlState
+from kvstrata_server.sql.database import Database
 
 NODES = ("a", "b")
 

@@ -25,11 +25,11 @@ from sqlalchemy import select
 from kvstrata import api
 from kvstrata.api import DrainState, LeftReason, NodeState, Outcome
 from kvstrata.errors import Busy, Missing, PeerRefused
-from kvstrata_server import drains as drains_module
-from kvstrata_server import emptying as emptying_module
-from kvstrata_server import tokens
-from kvstrata_server.models import DrainRow
-from kvstrata_server.roles import Role
+from kvstrata_server.access import tokens
+from kvstrata_server.access.roles import Role
+from kvstrata_server.draining import drains as drains_module
+from kvstrata_server.draining import emptying as emptying_module
+from kvstrata_server.sql.models import DrainRow
 
 S = DrainState
 ROOM = 64 * CHUNK_BYTES

@@ -17,9 +17,9 @@ import zmq
 import zmq.asyncio
 
 from kvstrata.errors import Busy
-from kvstrata_server import dump
-from kvstrata_server.compat import Instance, Instances
-from kvstrata_server.dump import Dumps
+from kvstrata_server.lookups import dump
+from kvstrata_server.lookups.compat import Instance, Instances
+from kvstrata_server.lookups.dump import Dumps
 
 BLOCK = 2
 

@@ -7,8 +7,8 @@ from server_kit import DOCUMENT, NAMESPACE, join, keys, report, running
 from kvstrata import api
 from kvstrata.api import EvictionState
 from kvstrata.errors import Busy, Expired, Malformed, Missing, PeerRefused
-from kvstrata_server import evictions
-from kvstrata_server.changes import EvictionAnswered
+from kvstrata_server.scheduling import evictions
+from kvstrata_server.sql.changes import EvictionAnswered
 
 S = EvictionState
 NEWER = replace(NAMESPACE, revision="r2")

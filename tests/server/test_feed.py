@@ -15,11 +15,11 @@ from server_kit import Running, host, join, keys, report, running, store
 
 from kvstrata import api
 from kvstrata.errors import Expired, Malformed
-from kvstrata_server.feed import Feed, NodeChange, Voided
-from kvstrata_server.index import HOST
-from kvstrata_server.roles import Role
+from kvstrata_server.access.roles import Role
+from kvstrata_server.access.tokens import create, revoke
+from kvstrata_server.placement.feed import Feed, NodeChange, Voided
+from kvstrata_server.placement.index import HOST
 from kvstrata_server.routes import sse
-from kvstrata_server.tokens import create, revoke
 
 
 class Mirror:

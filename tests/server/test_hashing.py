@@ -7,7 +7,7 @@ import pytest
 
 from kvstrata.errors import Malformed
 from kvstrata.keys import Field, Group, Namespace
-from kvstrata_server.hashing import (
+from kvstrata_server.lookups.hashing import (
     chunk_keys,
     local_hashes,
     prefix_hashes,

@@ -6,7 +6,7 @@ from kvstrata import api
 from kvstrata.config import ServerSettings
 from kvstrata_server import plane
 from kvstrata_server.app import create_app
-from kvstrata_server.database import Database
+from kvstrata_server.sql.database import Database
 
 
 async def test_a_healthy_server_says_so(tmp_path):

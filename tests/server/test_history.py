@@ -10,7 +10,7 @@ import pytest
 from server_kit import join, keys, running
 
 from kvstrata import api
-from kvstrata_server import history
+from kvstrata_server.scheduling import history
 
 
 async def test_a_transfer_that_ends_while_it_is_read_keeps_its_keys(

@@ -3,8 +3,8 @@ from sqlalchemy import text
 
 from kvstrata import api
 from kvstrata.keys import Key
-from kvstrata_server.hot import _MOST_WRITTEN, HotPrefixes
-from kvstrata_server.writes import CountHits
+from kvstrata_server.lookups.hot import _MOST_WRITTEN, HotPrefixes
+from kvstrata_server.sql.writes import CountHits
 
 
 class Written(list):

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.keys import Key
-from kvstrata_server.index import Added, PlacementIndex, Removed
+from kvstrata_server.placement.index import Added, PlacementIndex, Removed
 
 
 def k(*numbers: int) -> list[Key]:

@@ -11,9 +11,9 @@ from server_kit import NAMESPACE, database_url
 from sqlalchemy import Connection, inspect, text
 
 from kvstrata.errors import ConfigError
-from kvstrata_server import database as database_module
-from kvstrata_server.database import Database, alembic_config, migrations_dir
-from kvstrata_server.models import Base
+from kvstrata_server.sql import database as database_module
+from kvstrata_server.sql.database import Database, alembic_config, migrations_dir
+from kvstrata_server.sql.models import Base
 
 
 @pytest.fixture
@@ -127,8 +127,8 @@ async def test_foreign_keys_are_enforced(tmp_path):
 
 def test_an_installed_wheel_has_them_inside_the_package(tmp_path, monkeypatch):
     package = tmp_path / "site-packages" / "kvstrata_server"
-    package.mkdir(parents=True)
-    monkeypatch.setattr(database_module, "__file__", str(package / "database.py"))
+    (package / "sql").mkdir(parents=True)
+    monkeypatch.setattr(database_module, "__file__", str(package / "sql" / "database.py"))
     with pytest.raises(ConfigError, match="install kvstrata again"):
         migrations_dir()
     shutil.copytree(Path(__file__).parents[2] / "migrations", package / "migrations")

@@ -162,7 +162,7 @@ async def test_a_token_made_beside_a_server_that_runs_is_known_to_it(tmp_path):
 
     def token(*arguments: str) -> tuple[int, str]:
         done = subprocess.run(
-            [sys.executable, "-m", "kvstrata_server.token_command", *database, *arguments],
+            [sys.executable, "-m", "kvstrata_server.access.token_command", *database, *arguments],
             capture_output=True,
             text=True,
         )

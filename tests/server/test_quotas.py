@@ -11,10 +11,11 @@ from kvstrata import api
 from kvstrata.control import ControlPlane
 from kvstrata.errors import Busy, Malformed, Missing, PeerRefused
 from kvstrata.testing.waiting import until as waited
-from kvstrata_server import quotas as quotas_module
-from kvstrata_server import tenants, tokens
-from kvstrata_server.quotas import Quota
-from kvstrata_server.roles import Role
+from kvstrata_server.access import tokens
+from kvstrata_server.access.roles import Role
+from kvstrata_server.tenancy import quotas as quotas_module
+from kvstrata_server.tenancy import tenants
+from kvstrata_server.tenancy.quotas import Quota
 
 FULL = api.QuotaRequest(max_bytes=1 << 40, max_transfers=3, max_transfer_bytes=1 << 30)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstrata_server.rate_limit import RateLimit
+from kvstrata_server.access.rate_limit import RateLimit
 
 
 class Clock:

@@ -19,10 +19,10 @@ from kvstrata.config import ServerSettings
 from kvstrata.errors import Busy, ConfigError
 from kvstrata.testing.waiting import until
 from kvstrata_server.app import create_app
-from kvstrata_server.database import Database
-from kvstrata_server.models import NodeRow, TransferRow
-from kvstrata_server.writer import Writer
-from kvstrata_server.writes import PutNode
+from kvstrata_server.sql.database import Database
+from kvstrata_server.sql.models import NodeRow, TransferRow
+from kvstrata_server.sql.writer import Writer
+from kvstrata_server.sql.writes import PutNode
 
 TRANSFERS = select(TransferRow.id)
 MOST = 8

@@ -12,9 +12,9 @@ from sqlalchemy import text
 from kvstrata import api
 from kvstrata.control import ControlPlane
 from kvstrata.errors import Busy, Expired, KVStrataError, Missing
-from kvstrata_server.changes import TrimLog
-from kvstrata_server.database import Database
-from kvstrata_server.following import LOG_RETENTION
+from kvstrata_server.placement.following import LOG_RETENTION
+from kvstrata_server.sql.changes import TrimLog
+from kvstrata_server.sql.database import Database
 
 
 async def test_what_one_is_told_the_other_answers(postgres_address):

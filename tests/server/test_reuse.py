@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvstrata.keys import AttentionKind, Field, Group, Key, Namespace
 from kvstrata.testing.geometries import GEOMETRIES
-from kvstrata_server.index import PlacementIndex
-from kvstrata_server.reuse import Chain, Rule, reusable, reusable_in_order, rule_of
+from kvstrata_server.lookups.reuse import Chain, Rule, reusable, reusable_in_order, rule_of
+from kvstrata_server.placement.index import PlacementIndex
 
 KINDS: tuple[AttentionKind, ...] = (
     *("full", "mla", "sliding_window", "sliding_window_mla", "mamba", "opaque"),
@@ -226,6 +226,6 @@ def test_many_holders_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     held = index.held(keys, {n: [(f"n{n:02}", "host")] for n in range(20)})
     whole = reusable(chain, held)
     assert [whole.nodes[f"n{n:02}"] for n in range(20)] == [(n + 1) // 2 for n in range(20)]
-    monkeypatch.setattr("kvstrata_server.reuse._MOST_CELLS", 100)
+    monkeypatch.setattr("kvstrata_server.lookups.reuse._MOST_CELLS", 100)
     assert reusable(chain, held) == whole
     assert reusable_in_order(chain, held, "host")["n19"] == (10, 10)

@@ -10,8 +10,8 @@ from server_kit import CHUNK_BYTES, NAMESPACE, host, join, report, running, stor
 
 from kvstrata import api
 from kvstrata.errors import Busy
-from kvstrata_server.shedding import split
-from kvstrata_server.usage import Medium, Share
+from kvstrata_server.tenancy.shedding import split
+from kvstrata_server.tenancy.usage import Medium, Share
 
 ACME, OTHER = replace(NAMESPACE, tenant="acme"), replace(NAMESPACE, tenant="other")
 DOCUMENTS = tuple(n.document.decode() for n in (ACME, OTHER))

@@ -12,10 +12,10 @@ from server_kit import CHUNK_BYTES, NAMESPACE
 from world_kit import NODES, World
 
 from kvstrata import api
-from kvstrata_server.evictions import Shed
 from kvstrata_server.metrics import Metrics
-from kvstrata_server.quotas import Quota
-from kvstrata_server.shedding import Shedding
+from kvstrata_server.scheduling.evictions import Shed
+from kvstrata_server.tenancy.quotas import Quota
+from kvstrata_server.tenancy.shedding import Shedding
 
 ACME = replace(NAMESPACE, tenant="acme")
 

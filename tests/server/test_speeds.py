@@ -2,7 +2,7 @@ import pytest
 from server_kit import CHUNK_BYTES, host, join, keys, report, running
 
 from kvstrata import api
-from kvstrata_server.speeds import Speeds
+from kvstrata_server.scheduling.speeds import Speeds
 
 
 def test_a_link_is_as_fast_as_it_lately_was():

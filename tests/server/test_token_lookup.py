@@ -25,9 +25,10 @@ from kvstrata.bulk import (
 from kvstrata.errors import Malformed, Missing
 from kvstrata.keys import Field, Group, Namespace
 from kvstrata.testing.geometries import GEOMETRIES
-from kvstrata_server import lookup, prompts, tokens
-from kvstrata_server.hashing import chunk_keys
-from kvstrata_server.roles import Role
+from kvstrata_server.access import tokens
+from kvstrata_server.access.roles import Role
+from kvstrata_server.lookups import lookup, prompts
+from kvstrata_server.lookups.hashing import chunk_keys
 
 BLOCK = 4
 TOKENS = list(range(100, 140))  # ten blocks, five chunks

@@ -5,9 +5,9 @@ from server_kit import DOCUMENT, NAMESPACE, host, join, keys, report, running
 from kvstrata import api
 from kvstrata.control import ControlPlane
 from kvstrata.errors import ConfigError, Missing, PeerRefused
-from kvstrata_server import tokens
-from kvstrata_server.audit import ForgetAudit
-from kvstrata_server.roles import Identity, Role, needs_of
+from kvstrata_server.access import tokens
+from kvstrata_server.access.audit import ForgetAudit
+from kvstrata_server.access.roles import Identity, Role, needs_of
 
 
 async def asking(r, *args, **scope):

@@ -14,10 +14,10 @@ from server_kit import host, join, keys, report, running
 from kvstrata import api
 from kvstrata.api import TransferState
 from kvstrata.control import ControlPlane
-from kvstrata_server.roles import Role
+from kvstrata_server.access.roles import Role
+from kvstrata_server.access.tokens import create
 from kvstrata_server.routes import sse
 from kvstrata_server.routes import transfers as routes
-from kvstrata_server.tokens import create
 
 S = TransferState
 

@@ -7,8 +7,8 @@ from sqlalchemy import text
 from kvstrata import api
 from kvstrata.api import Outcome, TransferState
 from kvstrata.errors import Busy, Expired, Malformed, Missing, PeerRefused
-from kvstrata_server import history, records, transfer, transfer_writes
-from kvstrata_server import transfers as transfers_module
+from kvstrata_server.scheduling import history, records, transfer, transfer_writes
+from kvstrata_server.scheduling import transfers as transfers_module
 
 S = TransferState
 

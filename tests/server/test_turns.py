@@ -3,7 +3,7 @@ from itertools import count
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_server.turns import Turn, Turns
+from kvstrata_server.scheduling.turns import Turn, Turns
 
 
 def turns_of(*asked):

@@ -12,8 +12,8 @@ from world_kit import NODES, TIERS, World
 from kvstrata import api
 from kvstrata.bulk import KeyRun
 from kvstrata.keys import Field, Group
-from kvstrata_server.index import PlacementIndex
-from kvstrata_server.usage import Held, Medium
+from kvstrata_server.placement.index import PlacementIndex
+from kvstrata_server.tenancy.usage import Held, Medium
 
 ACME = replace(NAMESPACE, tenant="acme")
 OTHER = replace(

@@ -8,17 +8,17 @@ from sqlalchemy import func, select
 
 from kvstrata.errors import Busy
 from kvstrata.keys import make_key
-from kvstrata_server.database import Database
-from kvstrata_server.index import PlacementIndex
-from kvstrata_server.models import ChunkRow, HotPrefixRow, NamespaceRow, NodeRow, PlacementRow
-from kvstrata_server.placement_writes import (
+from kvstrata_server.placement.index import PlacementIndex
+from kvstrata_server.placement.placement_writes import (
     AddPlacements,
     ClearPlacements,
     DropPlacements,
     ForgetChunks,
 )
-from kvstrata_server.writer import Writer
-from kvstrata_server.writes import CountHits, Hit, PutLocation, PutNamespace, PutNode, SetSeq
+from kvstrata_server.sql.database import Database
+from kvstrata_server.sql.models import ChunkRow, HotPrefixRow, NamespaceRow, NodeRow, PlacementRow
+from kvstrata_server.sql.writer import Writer
+from kvstrata_server.sql.writes import CountHits, Hit, PutLocation, PutNamespace, PutNode, SetSeq
 
 
 def put_node(name: str = "a", incarnation: str = "i1") -> PutNode:

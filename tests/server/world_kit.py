@@ -5,13 +5,13 @@ from __future__ import annotations
 from server_kit import TTL, TurnedClock
 
 from kvstrata import api
-from kvstrata_server.cluster import Cluster
-from kvstrata_server.index import PlacementIndex
 from kvstrata_server.metrics import Metrics
-from kvstrata_server.namespaces import Namespaces
-from kvstrata_server.places import Places
-from kvstrata_server.usage import Usage
-from kvstrata_server.writer import Writer
+from kvstrata_server.placement.cluster import Cluster
+from kvstrata_server.placement.index import PlacementIndex
+from kvstrata_server.placement.namespaces import Namespaces
+from kvstrata_server.placement.places import Places
+from kvstrata_server.sql.writer import Writer
+from kvstrata_server.tenancy.usage import Usage
 
 NODES = {"a": ("s1", "s2"), "b": ("s1",), "c": ()}
 TIERS = {"s1": "fs", "s2": "obj"}

@@ -17,7 +17,7 @@ from vllm_processes import BLOCK, Engine, Node, keys_of, make_model, make_prompt
 
 from kvstrata.node.events_format import CLEARED, Removed, Stored, encode_batch
 from kvstrata.testing.waiting import eventually
-from kvstrata_server.hashing import chunk_keys
+from kvstrata_server.lookups.hashing import chunk_keys
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

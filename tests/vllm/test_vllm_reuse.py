@@ -22,8 +22,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvstrata.keys import AttentionKind, Field, Group, Key, Namespace
-from kvstrata_server.index import PlacementIndex
-from kvstrata_server.reuse import Chain, reusable, rule_of
+from kvstrata_server.lookups.reuse import Chain, reusable, rule_of
+from kvstrata_server.placement.index import PlacementIndex
 
 pytestmark = pytest.mark.vllm
 

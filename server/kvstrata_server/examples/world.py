@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from kvstrata import api
 from kvstrata.keys import Field, Group, Namespace
-from kvstrata_server.hashing import chunk_keys, local_hashes
+from kvstrata_server.lookups.hashing import chunk_keys, local_hashes
 
 __all__ = [
     "CREATED",

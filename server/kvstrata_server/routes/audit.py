@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from kvstrata import api
-from kvstrata_server.audit import page
+from kvstrata_server.access.audit import page
 from kvstrata_server.problems import responses
 from kvstrata_server.routes.parameters import Limit, State
 

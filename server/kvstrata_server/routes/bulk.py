@@ -25,10 +25,10 @@ from kvstrata.bulk import (
     BulkReport,
 )
 from kvstrata.errors import Malformed
-from kvstrata_server.auth import authorize, identity_of
-from kvstrata_server.lookup import look_up, look_up_prompts
+from kvstrata_server.access.auth import authorize, identity_of
+from kvstrata_server.lookups.lookup import look_up, look_up_prompts
+from kvstrata_server.lookups.prompts import prompts_of
 from kvstrata_server.plane import state_of
-from kvstrata_server.prompts import prompts_of
 
 __all__ = ["ROUTES"]
 

@@ -26,13 +26,13 @@ from pydantic.json_schema import SkipJsonSchema
 from kvstrata.api.base import MAX_KEYS, NO_NUL
 from kvstrata.errors import Malformed
 from kvstrata.keys import Namespace
-from kvstrata_server.answered import acts_on
-from kvstrata_server.compat import DEFAULT_TENANT, Asked, Overlap, overlaps
-from kvstrata_server.hashing import sequence_hashes, sequence_prefixes
+from kvstrata_server.access.answered import acts_on
+from kvstrata_server.access.roles import Identity
+from kvstrata_server.lookups.compat import DEFAULT_TENANT, Asked, Overlap, overlaps
+from kvstrata_server.lookups.hashing import sequence_hashes, sequence_prefixes
+from kvstrata_server.lookups.prompts import Prompt, hashed, namespaces_of_model
 from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
-from kvstrata_server.prompts import Prompt, hashed, namespaces_of_model
-from kvstrata_server.roles import Identity
 from kvstrata_server.routes.parameters import State, Who
 
 router = APIRouter(tags=["compatible"])

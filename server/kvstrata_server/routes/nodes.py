@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request
 
 from kvstrata import api
 from kvstrata.api.base import NO_NUL
-from kvstrata_server.answered import acts_on
+from kvstrata_server.access.answered import acts_on
 from kvstrata_server.examples.world import INCARNATION
 from kvstrata_server.problems import Forbidden, responses
 from kvstrata_server.routes.parameters import After, Limit, NodeId, State, Who

@@ -8,10 +8,10 @@ from fastapi import Depends, Header, Path, Query
 
 from kvstrata import api
 from kvstrata.api.base import NO_NUL
-from kvstrata_server.auth import identity_of
+from kvstrata_server.access.auth import identity_of
+from kvstrata_server.access.roles import Identity
 from kvstrata_server.examples.world import SOURCE
 from kvstrata_server.plane import ControlState, state_of
-from kvstrata_server.roles import Identity
 
 __all__ = ["PLANNED", "After", "IdempotencyKey", "Limit", "NodeId", "State", "Who"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from kvstrata import api
-from kvstrata_server.cluster import keys_of
-from kvstrata_server.lookup import look_up, look_up_prompts
+from kvstrata_server.lookups.lookup import look_up, look_up_prompts
+from kvstrata_server.lookups.prompts import prompts_of
+from kvstrata_server.placement.cluster import keys_of
 from kvstrata_server.problems import responses
-from kvstrata_server.prompts import prompts_of
 from kvstrata_server.routes.parameters import After, Limit, State, Who
 
 router = APIRouter(prefix="/v1", tags=["placements"])

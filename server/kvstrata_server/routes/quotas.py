@@ -8,10 +8,10 @@ from fastapi import APIRouter, Path, Query
 
 from kvstrata import api
 from kvstrata.errors import Missing
+from kvstrata_server.access.roles import Identity
 from kvstrata_server.problems import Forbidden, responses
-from kvstrata_server.roles import Identity
 from kvstrata_server.routes.parameters import Limit, State, Who
-from kvstrata_server.tenants import LONGEST_NAME, NAME_PATTERN
+from kvstrata_server.tenancy.tenants import LONGEST_NAME, NAME_PATTERN
 
 router = APIRouter(prefix="/v1/quotas", tags=["quotas"])
 

@@ -12,7 +12,7 @@ from fastapi import Depends
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvstrata_server.auth import standing_of
+from kvstrata_server.access.auth import standing_of
 
 __all__ = ["NOTHING_NEW", "SILENCE", "STREAM", "EventStream", "Standing", "event"]
 

@@ -11,9 +11,9 @@ from fastapi import APIRouter, Header, Query
 from fastapi.responses import Response, StreamingResponse
 
 from kvstrata.errors import Expired
-from kvstrata_server.batches import Families
-from kvstrata_server.feed import Change, Feed, NodeChange, Placed, Voided
-from kvstrata_server.index import HOST
+from kvstrata_server.placement.batches import Families
+from kvstrata_server.placement.feed import Change, Feed, NodeChange, Placed, Voided
+from kvstrata_server.placement.index import HOST
 from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
 from kvstrata_server.routes.parameters import State

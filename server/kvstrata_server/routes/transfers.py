@@ -11,12 +11,12 @@ from fastapi import APIRouter, Path, Response
 
 from kvstrata import api
 from kvstrata.errors import Busy, Missing
-from kvstrata_server.cluster import keys_of
+from kvstrata_server.access.roles import Identity
 from kvstrata_server.examples.world import TRANSFER
+from kvstrata_server.lookups.prompts import needed_keys
+from kvstrata_server.placement.cluster import keys_of
 from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
-from kvstrata_server.prompts import needed_keys
-from kvstrata_server.roles import Identity
 from kvstrata_server.routes.parameters import PLANNED, After, IdempotencyKey, Limit, State, Who
 from kvstrata_server.routes.sse import NOTHING_NEW, SILENCE, STREAM, EventStream, Standing, event
 

@@ -1,0 +1,1 @@
+"""Nodes that are to be stopped are emptied of what only they hold."""

@@ -1,0 +1,1 @@
+"""Questions: which nodes hold these keys, or save how much of this prompt."""

@@ -1,0 +1,69 @@
+"""A transfer as it is asked for: checked, planned, and not begun."""
+
+from __future__ import annotations
+
+import secrets
+
+from kvstrata import api
+from kvstrata.api import Outcome, TransferState
+from kvstrata.errors import Malformed
+from kvstrata_server.placement.cluster import Cluster, keys_of
+from kvstrata_server.scheduling.planning import ANY, OWN, hints, plan
+from kvstrata_server.scheduling.transfer import Transfer
+from kvstrata_server.tenancy.admission import Admission
+
+__all__ = ["transfer_of"]
+
+
+def transfer_of(
+    cluster: Cluster,
+    asked: api.TransferRequest,
+    idempotency_key: str | None,
+    digest: bytes,
+    now: float,
+    admission: Admission | None = None,
+) -> Transfer:
+    """Queued, or planned if it is a dry run. Raises `Missing` for an unknown target or source,
+    `Conflict` for a target that is drained, `Malformed` for a source that serves no peers, and what
+    `admission` does."""
+    target = cluster.require_target(asked.target)
+    if asked.source not in (ANY, OWN) and not cluster.require(asked.source).peer_address:
+        raise Malformed(
+            f"node {asked.source!r} serves no peers: set `peers.listen` there, or ask for "
+            f"source {ANY!r}"
+        )
+    if asked.source == OWN and asked.free_only:
+        raise Malformed(f"free_only is for transfers from other nodes, not from {OWN!r}")
+    if asked.source == target.id:
+        raise Malformed(f"node {asked.source!r} can't be source and target of one transfer")
+    keys = keys_of(list(dict.fromkeys(asked.keys)))
+    budget = asked.byte_budget
+    if admission is not None:
+        budget = admission.budget(keys, budget)
+    planned = plan(cluster, keys, target, asked.source, budget)
+    transfer = Transfer(
+        id=f"{int(now * 1000):012x}-{secrets.token_hex(8)}",
+        state=TransferState.QUEUED,
+        source=asked.source,
+        target=target.id,
+        priority=asked.priority,
+        created=now,
+        deadline=now + asked.deadline,
+        hold=asked.hold,
+        byte_budget=budget,
+        keys=keys,
+        outcomes=[Outcome.PENDING] * len(keys),
+        sources=[None] * len(keys),
+        idempotency_key=idempotency_key,
+        request_digest=digest,
+        free_only=asked.free_only,
+    )
+    transfer.hints = hints(transfer.id, keys, next(iter(planned.sources), None))
+    if asked.dry_run:
+        transfer.state = TransferState.PLANNED
+        transfer.outcomes = [e.outcome for e in planned.expected]
+        transfer.sources = [e.source for e in planned.expected]
+        transfer.bytes = planned.bytes
+    if admission is not None:
+        admission.admit(transfer, planned, asked.byte_budget)
+    return transfer

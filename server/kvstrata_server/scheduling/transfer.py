@@ -1,0 +1,170 @@
+"""One transfer and its rules; `transfers` decides when what happens to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstrata import api
+from kvstrata.api import Outcome, TransferState
+from kvstrata.keys import Key
+from kvstrata_server.scheduling.transfer_writes import ChunkOutcome, PutTransfer, final_state
+
+__all__ = ["Transfer"]
+
+# Keys of an answer: some milliseconds.
+_PART = 1000
+# Their targets are told to give up what they brought.
+_STOPPED = (TransferState.CANCELLED, TransferState.EXPIRED)
+
+
+@dataclass(slots=True)
+class Transfer:
+    """`keys`, `outcomes` and `sources` run in parallel, in request order."""
+
+    id: str
+    state: TransferState
+    source: str
+    target: str
+    priority: int
+    created: float
+    deadline: float
+    hold: float
+    byte_budget: int | None
+    keys: list[Key]
+    outcomes: list[Outcome]
+    sources: list[str | None]
+    idempotency_key: str | None
+    request_digest: bytes
+    ended: float | None = None
+    bytes: int = 0
+    detail: str = ""
+    hints: dict[str, Any] = field(default_factory=dict)
+    free_only: bool = False
+    """Whether it may take only what is free at the target."""
+    released: bool = False
+    """Whether its target was told to hold nothing of it any more."""
+    taken_by: str | None = None
+    """Incarnation of the target that said it works on this."""
+    offered: float | None = None
+    offered_to: str | None = None
+    waits_for: str = ""
+    """The source that it would pull from by its last plan; empty: not planned, or none."""
+    planned: float = 0.0
+    cost: int = 0
+    """About its bytes, once it waits for its target."""
+    started: float | None = None
+    """When this server heard that the target works on it."""
+
+    @property
+    def holds_until(self) -> float:
+        """When the target gives up what it keeps leased of this; 0 while it runs, of none, and of
+        what it was told to give up."""
+        if self.ended is None or not self.hold or self.released or self.state in _STOPPED:
+            return 0.0
+        held = any(o in (Outcome.STORED, Outcome.PRESENT) for o in self.outcomes)
+        return self.ended + self.hold if held else 0.0
+
+    def is_due(self, incarnation: str, now: float, redelivery: float) -> bool:
+        """Whether this incarnation should be handed the command (again)."""
+        if self.taken_by == incarnation:
+            return False
+        if self.offered is None or self.offered_to != incarnation:
+            return True
+        return now - self.offered >= redelivery
+
+    def offer(self, incarnation: str, now: float) -> None:
+        self.offered, self.offered_to = now, incarnation
+
+    def record(
+        self, outcomes: Iterable[tuple[Key, Outcome]], sources: Mapping[Key, str]
+    ) -> list[int]:
+        """Set outcomes; returns the positions that changed. Keys not asked for are ignored."""
+        position = {key: i for i, key in enumerate(self.keys)}
+        changed = []
+        for key, outcome in outcomes:
+            i = position.get(key)
+            if i is not None:
+                self.outcomes[i] = outcome
+                self.sources[i] = sources.get(key, self.sources[i])
+                changed.append(i)
+        return changed
+
+    def end(self, state: TransferState | None, detail: str, now: float) -> None:
+        """It is over, by its target (None: as its outcomes say) or not; keys without an outcome
+        get one."""
+        rest = Outcome.FAILED if state is None else Outcome.CANCELLED
+        self.outcomes = [rest if o is Outcome.PENDING else o for o in self.outcomes]
+        here = sum(o in (Outcome.STORED, Outcome.PRESENT) for o in self.outcomes)
+        self.state = state or final_state(len(self.keys), here)
+        self.detail, self.ended = detail, now
+
+    # ------------------------------------------------------------ as messages and rows
+
+    def summary(self) -> api.TransferSummary:
+        return api.TransferSummary(
+            id=self.id,
+            state=self.state,
+            source=self.source,
+            target=self.target,
+            priority=self.priority,
+            created=self.created,
+            deadline=self.deadline,
+            ended=self.ended,
+            detail=self.detail,
+            bytes=self.bytes,
+            counts=dict(Counter(self.outcomes)),
+        )
+
+    async def info(self, estimate: float | None = None) -> api.TransferInfo:
+        """As it is now, put together in parts: others take their turns between."""
+        summary = self.summary()
+        outcomes, sources = self.outcomes.copy(), self.sources.copy()
+        shown: list[api.KeyOutcome] = []
+        for start in range(0, len(self.keys), _PART):
+            if start:
+                await asyncio.sleep(0)
+            part = slice(start, start + _PART)
+            shown += [
+                # Ours, so they need no check, which takes most of the time where they are many.
+                api.KeyOutcome.model_construct(key=key.hex(), outcome=outcome, source=source)
+                for key, outcome, source in zip(
+                    self.keys[part], outcomes[part], sources[part], strict=True
+                )
+            ]
+        return api.TransferInfo(
+            **dict(summary),
+            keys=shown,
+            kv_transfer_params=self.hints.get("kv_transfer_params", {}),
+            router_hint=self.hints.get("router_hint", {}),
+            estimate=estimate,
+        )
+
+    def row(self, log_as: str) -> PutTransfer:
+        return PutTransfer(
+            id=self.id,
+            state=self.state.value,
+            source=self.source,
+            target=self.target,
+            priority=self.priority,
+            created=self.created,
+            deadline=self.deadline,
+            hold=self.hold,
+            byte_budget=self.byte_budget,
+            free_only=self.free_only,
+            hints=self.hints,
+            idempotency_key=self.idempotency_key,
+            request_digest=self.request_digest,
+            detail=self.detail,
+            chunks=self.chunks(range(len(self.keys))),
+            log_as=log_as,
+        )
+
+    def chunks(self, positions: Iterable[int]) -> list[ChunkOutcome]:
+        return [
+            ChunkOutcome(i, self.keys[i], self.outcomes[i].value, self.sources[i])
+            for i in positions
+        ]

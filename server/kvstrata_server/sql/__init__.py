@@ -1,0 +1,1 @@
+"""The database: its tables, its one writer, and reads that end in time."""

@@ -1,0 +1,210 @@
+"""The engine, its settings, and the migrations applied at start."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection, Executable, event, text
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import (
+    ArgumentError,
+    DBAPIError,
+    InterfaceError,
+    InvalidRequestError,
+    NoSuchModuleError,
+    OperationalError,
+)
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from kvstrata.errors import ConfigError
+from kvstrata_server.sql.reads import Reads
+
+__all__ = ["Database", "alembic_config", "may_pass", "migrations_dir"]
+
+log = logging.getLogger(__name__)
+
+_STREAM_ROWS = 10_000
+_SCAN_ROWS = 50_000
+_READ_SECONDS = 60.0
+_CLOSE_SECONDS = 5.0
+# Any number that nothing else in the database locks: "kvstrata" in ASCII.
+_LOCK = text("SELECT pg_advisory_xact_lock(7743121206571627617)")
+
+# Classes of PostgreSQL's SQLSTATE: connection, rollback, resources, intervention, system.
+_PASSING = frozenset({"08", "40", "53", "55", "57", "58"})
+
+
+def migrations_dir() -> Path:
+    """`kvstrata_server/migrations` in an installed wheel, `migrations/` in a checkout."""
+    here = Path(__file__).resolve().parents[1]
+    for path in (here / "migrations", here.parents[1] / "migrations"):
+        if (path / "env.py").is_file():
+            return path
+    raise ConfigError(f"migrations are missing beside {here}: install kvstrata again")
+
+
+def alembic_config(connection: Connection | None = None, url: str = "") -> Config:
+    """Configuration for `alembic.command`: on a connection, or on an address of its own."""
+    config = Config()
+    config.set_main_option("script_location", str(migrations_dir()))
+    config.attributes["connection"] = connection
+    config.attributes["url"] = url
+    return config
+
+
+class Database:
+    """One SQLAlchemy engine. Raises `ConfigError` on an address that can't work."""
+
+    def __init__(self, url: str, busy_timeout: float = 10.0) -> None:
+        try:
+            self._url = make_url(url)
+            self.engine: AsyncEngine = create_async_engine(url)
+        except (ArgumentError, InvalidRequestError, NoSuchModuleError, ImportError) as e:
+            raise ConfigError(
+                f"server.database: {str(e).rstrip('.')}. Write an address with an async driver "
+                "that is installed, as in sqlite+aiosqlite:///kvstrata.sqlite or "
+                "postgresql+asyncpg://user@host/kvstrata"
+            ) from e
+        self._lock: int | None = None
+        backend = self._url.get_backend_name()
+        if backend not in ("sqlite", "postgresql"):
+            raise ConfigError(
+                f"server.database: {backend} is not supported; use sqlite or postgresql"
+            )
+        self.shared = backend == "postgresql"
+        """Whether other servers may use it at the same time."""
+        self._reads = Reads(self.engine, may_pass, statement_timeout=self.shared)
+        self.read_seconds = _READ_SECONDS
+        """How long a read may take. Whom somebody waits for, has less patience."""
+        if not self.shared:
+            event.listen(
+                self.engine.sync_engine, "connect", partial(_set_pragmas, int(busy_timeout * 1000))
+            )
+
+    @property
+    def shown(self) -> str:
+        """The address without its password."""
+        return self._url.render_as_string(hide_password=True)
+
+    async def migrate(self) -> None:
+        """Bring the schema to the newest version. Raises `ConfigError` if it can't be opened."""
+        self._claim()
+        try:
+            async with self.engine.begin() as connection:
+                await self.lock(connection)
+                await connection.run_sync(_upgrade)
+        except (DBAPIError, OSError) as e:
+            raise ConfigError(
+                f"server.database {self.shown} can't be opened: {getattr(e, 'orig', e)}. "
+                "May this user read and write it?"
+            ) from e
+
+    async def lock(self, connection: AsyncConnection) -> None:
+        """In a transaction: be the only server that writes until its end."""
+        if self.shared:
+            await connection.execute(_LOCK)
+
+    def _claim(self) -> None:
+        """Keep a second server off the file: each has an index of its own, and would not see
+        what the other one wrote. The claim ends with the process, however it ends."""
+        path = self._url.database
+        if self.shared or not path or path == ":memory:":
+            return
+        if self._lock is not None:
+            return
+        try:
+            lock = os.open(f"{path}-lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as e:
+            raise ConfigError(
+                f"server.database {self.shown} can't be opened: {e.strerror}. "
+                "Make its directory, or choose one that this user may write to"
+            ) from e
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            os.close(lock)
+            raise ConfigError(
+                f"server.database {self.shown} is used by another control plane: end that one, "
+                "or choose another file"
+            ) from e
+        self._lock = lock
+
+    async def stream(self, select: Executable) -> AsyncIterator[list[Any]]:
+        """Rows in parts, so that a big table neither fills memory nor holds the loop; as long as
+        it takes."""
+        async with self.engine.connect() as connection:
+            result = await connection.stream(select)
+            async for part in result.partitions(_STREAM_ROWS):
+                yield list(part)
+
+    async def scan(self, select: Executable) -> AsyncIterator[list[tuple[Any, ...]]]:
+        """Like `stream`, for tables of millions of rows in SQLite: as its driver gives them, which
+        is several times faster."""
+        statement = str(select.compile(dialect=self.engine.dialect))  # type: ignore[attr-defined]
+        async with self.engine.connect() as connection:
+            driver = (await connection.get_raw_connection()).driver_connection
+            if driver is None:
+                raise OSError(f"{self.shown} closed its connection")
+            async with driver.execute(statement) as cursor:
+                while part := await cursor.fetchmany(_SCAN_ROWS):
+                    yield part
+
+    async def rows(self, select: Executable) -> list[Any]:
+        """All of them. Raises `Busy` after `read_seconds`, and where the database may give them
+        later."""
+
+        async def read(connection: AsyncConnection) -> list[Any]:
+            rows: list[Any] = []
+            for part in (await connection.execute(select)).partitions(_STREAM_ROWS):
+                rows += part
+                await asyncio.sleep(0)
+            return rows
+
+        return await self._reads.run(read, self.read_seconds)
+
+    async def close(self) -> None:
+        await self._reads.close(_CLOSE_SECONDS)
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self.engine.dispose()
+        except TimeoutError:
+            log.warning("the database does not answer: its connections end with this process")
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether the database may take the same statement later: it is locked, full, away."""
+    passing = OperationalError | InterfaceError | PoolTimeout | OSError | TimeoutError
+    if isinstance(error, passing):
+        return True
+    if isinstance(error, DBAPIError):
+        state = getattr(error.orig, "sqlstate", None) or ""
+        return error.connection_invalidated or state[:2] in _PASSING
+    return False
+
+
+def _upgrade(connection: Connection) -> None:
+    command.upgrade(alembic_config(connection), "head")
+
+
+def _set_pragmas(busy_ms: int, connection: Any, record: object) -> None:
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    # In WAL mode a commit then survives the death of the process, though not a power cut that
+    # takes the last transactions. What those held is soft state, or was told to be accepted.
+    cursor.execute("PRAGMA synchronous=NORMAL")
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.execute(f"PRAGMA busy_timeout={busy_ms}")
+    cursor.close()
