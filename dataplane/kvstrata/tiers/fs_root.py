@@ -47,7 +47,7 @@ class RootGone(OSError):  # noqa: N818 (errors are named after the condition)
         super().__init__(errno.ENOENT, why)
 
 
-class _Identity(msgspec.Struct, frozen=True, omit_defaults=True):
+class _Identity(msgspec.Struct, frozen=True):
     id: uuid.UUID
     format: int = 1
     made: str = ""
