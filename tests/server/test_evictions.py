@@ -336,3 +336,22 @@ async def test_more_nodes_than_one_eviction_asks(tmp_path, monkeypatch):
         with pytest.raises(Malformed, match="2 nodes are up, and one eviction asks at most 1"):
             await ask(r, keys=keys(1))
         assert (await ask(r, nodes=["b"], keys=keys(1))).state is S.RUNNING
+
+
+async def test_those_that_sql_has_not_yet_count_among_the_most_there_may_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(evictions, "_COMMIT_TIMEOUT", 0.01)
+    monkeypatch.setattr(evictions, "_MOST_KEYS", 10)
+    async with running(tmp_path) as r:
+        await nodes(r, "a")
+        go_on = asyncio.Event()
+        monkeypatch.setattr(r.state.writer, "write_batch", go_on.wait)
+        for n in range(2):
+            with pytest.raises(Busy, match="did not take a write"):
+                await ask(r, keys=keys(*range(4 * n, 4 * n + 4)))
+        with pytest.raises(Busy, match="8 keys are to be evicted"):
+            await ask(r, keys=keys(*range(8, 12)))
+        monkeypatch.setattr(evictions, "_MOST_ACTIVE", 2)
+        with pytest.raises(Busy, match="2 evictions are under way"):
+            await ask(r, keys=keys(9))
+        monkeypatch.undo()
+        go_on.set()

@@ -1,3 +1,4 @@
+import asyncio
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from server_kit import CHUNK_BYTES, NAMESPACE, host, join, report, running, stor
 
 from kvstrata import api
 from kvstrata.errors import Busy
+from kvstrata_server.scheduling import evictions
 from kvstrata_server.tenancy.shedding import split
 from kvstrata_server.tenancy.usage import Medium, Share
 
@@ -310,3 +312,30 @@ async def test_a_tenant_may_be_allowed_little_or_nothing(tmp_path, chunks):
         await look(r)
         (asked,) = await told(r, "a")
         assert asked.amounts == {"host": (4 if chunks == 0 else 2) * CHUNK_BYTES}
+
+
+async def test_what_sql_takes_late_is_not_asked_for_again_meanwhile(tmp_path, monkeypatch):
+    monkeypatch.setattr(evictions, "_COMMIT_TIMEOUT", 0.01)
+    async with running(tmp_path) as r:
+        await join(r.control, "a")
+        await put(r, "a", 0, host=10)
+        await limit(r, 5)
+        write_batch, go_on = r.state.writer.write_batch, asyncio.Event()
+
+        async def slow():
+            await go_on.wait()
+            await write_batch()
+
+        monkeypatch.setattr(r.state.writer, "write_batch", slow)
+        for _ in range(4):
+            await look(r, 3)
+        go_on.set()
+        await r.state.writer.flushed(10)
+        r.state.evictions.settle()
+        await look(r)
+        (asked,) = await told(r, "a")
+        assert asked.amounts == {"host": 6 * CHUNK_BYTES}
+        await say(r, "a", asked, 6)
+        for _ in range(4):
+            await look(r, 3)
+        assert await told(r, "a") == []

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import select
@@ -69,8 +69,8 @@ class _Making:
     write: PutEviction
     position: int
     """Of the writer, with which it has."""
-    answered: set[str] = field(default_factory=set)
-    """Nodes that another server asked, and which were faster than this one."""
+    eviction: Eviction
+    """Without the nodes that another server asked, and which were faster than this one."""
 
 
 class Evictions:
@@ -133,9 +133,8 @@ class Evictions:
             )
         if not nodes:
             raise Missing("no node is up that could be asked")
-        if len(self._active) >= _MOST_ACTIVE:
-            raise Busy(f"{len(self._active)} evictions are under way: try again later")
-        keys = sum(len(eviction.what["keys"]) for eviction in self._active.values())
+        self._require_room()
+        keys = sum(len(eviction.what["keys"]) for eviction in self._unended())
         if keys and keys + len(what["keys"]) > _MOST_KEYS:
             raise Busy(f"{keys} keys are to be evicted: try again later")
         return await self._make(what, nodes, asked.deadline, idempotency_key, digest)
@@ -144,17 +143,26 @@ class Evictions:
         self, tenant: str, nodes: Mapping[str, Shed], deadline: float
     ) -> api.EvictionInfo:
         """Have nodes give up some of a tenant's chunks, in `deadline` seconds. Raises `Busy`."""
-        if len(self._active) >= _MOST_ACTIVE:
-            raise Busy(f"{len(self._active)} evictions are under way: try again later")
+        self._require_room()
         return await self._make(what_to_shed(tenant, nodes), list(nodes), deadline, None, b"")
 
     def shedding(self, tenant: str) -> set[str]:
-        """Nodes that were asked to give up some of a tenant's chunks and have not answered."""
-        return {node for e in self._active.values() if e.tenant == tenant for node in e.waiting}
+        """Nodes that were asked to give up some of a tenant's chunks and have not answered, or will
+        be once SQL has that."""
+        return {node for e in self._unended() if e.tenant == tenant for node in e.waiting}
 
     def sheds_of(self, tenant: str) -> list[str]:
         """Ids of the evictions that run because the tenant holds too much."""
         return [eviction.id for eviction in self._active.values() if eviction.tenant == tenant]
+
+    def _unended(self) -> Collection[Eviction]:
+        """With those that SQL may not have yet: while it is away they are no fewer."""
+        making = {eviction_id: made.eviction for eviction_id, made in self._making.items()}
+        return (making | self._active).values()
+
+    def _require_room(self) -> None:
+        if (count := len(self._unended())) >= _MOST_ACTIVE:
+            raise Busy(f"{count} evictions are under way: try again later")
 
     async def _make(
         self,
@@ -175,7 +183,8 @@ class Evictions:
         )
         write = PutEviction(info, what, idempotency_key, digest, self._log_as)
         self._writer.put(write)
-        self._making[info.id] = _Making(write, self._writer.position)
+        eviction = Eviction(info.id, info.deadline, what, set(nodes))
+        self._making[info.id] = _Making(write, self._writer.position, eviction)
         await self._writer.flushed(_COMMIT_TIMEOUT)
         self.settle()
         if write.kept != info.id:
@@ -315,10 +324,8 @@ class Evictions:
         for eviction_id, made in list(self._making.items()):
             if self._writer.committed >= made.position:
                 del self._making[eviction_id]
-                write = made.write
-                if write.kept == eviction_id:
-                    waiting = {at.node for at in write.info.nodes} - made.answered
-                    self._admit(Eviction(eviction_id, write.info.deadline, write.what, waiting))
+                if made.write.kept == eviction_id:
+                    self._admit(made.eviction)
         for eviction_id, position in list(self._unwritten.items()):
             if self._writer.committed >= position:
                 del self._unwritten[eviction_id]
@@ -342,7 +349,7 @@ class Evictions:
 
     def _answered(self, eviction_id: str, node: str) -> None:
         if eviction_id in self._making:
-            self._making[eviction_id].answered.add(node)
+            self._making[eviction_id].eviction.waiting.discard(node)
         eviction = self._active.get(eviction_id)
         if eviction is not None:
             eviction.waiting.discard(node)

@@ -115,10 +115,11 @@ class Shedding:
     async def _may_ask(self, tenant: str, counted: float) -> bool:
         last, held = self._last.get(tenant), self._usage.of(tenant).chunks
         if any(self._is_ours(node) for node in self._evictions.shedding(tenant)):
-            if last is None or last.ended is not None:
-                # From before this server's start, or by the server that the node was at then.
-                newest = max(self._evictions.sheds_of(tenant))
-                self._last[tenant] = _Last(newest, held)
+            running = self._evictions.sheds_of(tenant)
+            if running and (last is None or last.ended is not None):
+                # From before this server's start, or by the server that the node was at then; or
+                # SQL took it later than it was waited for.
+                self._last[tenant] = _Last(max(running), held)
             return False
         if last is None:
             return True
