@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import time
 
 import pytest
 from replicas_kit import USE, Process, beat, told, two, until
@@ -15,6 +16,10 @@ from kvstrata.errors import Busy, Expired, KVStrataError, Missing
 from kvstrata_server.placement.following import LOG_RETENTION
 from kvstrata_server.sql.changes import TrimLog
 from kvstrata_server.sql.database import Database
+
+
+async def ask(server, chunk):
+    return await server.control.lookup(api.LookupRequest(keys=keys(chunk)))
 
 
 async def test_what_one_is_told_the_other_answers(postgres_address):
@@ -95,11 +100,54 @@ async def test_ages_are_known_to_all(postgres_address):
         second.clock.advance(TTL - 1)
         await first.control.heartbeat("a", beat())
         second.clock.advance(3)
+        started = time.monotonic()
         await told(first, second)
-        reply = await second.control.lookup(api.LookupRequest(keys=keys(0)))
-        assert [n.age for n in reply.nodes] == [3]
+        (age,) = [n.age for n in (await ask(second, 0)).nodes]
+        assert 3 <= age <= 3 + time.monotonic() - started
         second.clock.advance(TTL)
         assert await held(second.control, keys(0)) == {}
+
+
+async def test_who_fell_silent_while_sql_was_away_is_not_thought_to_be_up(postgres_address):
+    async with two(postgres_address) as (first, second):
+        for node in "ab":
+            await join(first.control, node)
+            await first.control.report(node, report(0, host(keys(0))))
+        await told(first, second)
+        may_write, write_batch = asyncio.Event(), first.state.writer.write_batch
+
+        async def late():
+            await may_write.wait()
+            await write_batch()
+
+        first.state.writer.write_batch = late
+        await first.control.heartbeat("a", beat())
+        first.state.follower.tell()
+        waiting = first.state.writer.position
+        first.clock.advance(TTL + 1)
+        for _ in range(3):
+            await first.control.heartbeat("b", beat())
+            first.state.follower.tell()
+        assert first.state.writer.position == waiting
+        may_write.set()
+        await told(first, second)
+        assert [n.node for n in (await ask(second, 0)).nodes] == ["b"]
+
+
+async def test_who_reads_late_knows_how_long_ago_nodes_were_heard(postgres_address):
+    async with two(postgres_address) as (first, second):
+        await join(first.control, "a")
+        await first.control.report("a", report(0, host(keys(0))))
+        await told(first, second)
+        first.clock.advance(1)
+        async with second.state.follower._reading:  # not before it has been there for a minute
+            await first.control.heartbeat("a", beat())
+            first.state.follower.tell()
+            await first.state.writer.flushed(10)
+            async with first.state.database.engine.begin() as connection:
+                await connection.execute(text("UPDATE change_log SET time = time - 60"))
+        await told(second)
+        assert second.state.cluster.nodes["a"].last_seen <= first.clock() - 1
 
 
 async def test_a_node_that_comes_over_just_goes_on(postgres_address):

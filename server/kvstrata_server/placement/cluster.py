@@ -118,14 +118,15 @@ class Cluster:
         self._clock = clock
         self._ttl = heartbeat_ttl
         self._log_as = log_as
-        self._heard: set[str] = set()
+        self.heard: set[str] = set()
+        """Nodes that spoke to this server since they were taken (`take_heard`)."""
         self._started = clock()
 
     def clear(self) -> None:
         """Know nothing, before everything is loaded again."""
         self.nodes.clear()
         self.places.clear()
-        self._heard.clear()
+        self.heard.clear()
         self._started = self._clock()
 
     # ------------------------------------------------------------ nodes
@@ -296,7 +297,7 @@ class Cluster:
 
     def _hear(self, node: Node) -> None:
         node.last_seen = node.heard_here = self._clock()
-        self._heard.add(node.id)
+        self.heard.add(node.id)
 
     def _lost(self, node: Node, next_seq: int) -> bool:
         """Whether reports of the node were lost: it is at `next_seq`, and this server is not."""
@@ -330,7 +331,7 @@ class Cluster:
     def forget(self, node_id: str) -> list[Write]:
         """As if it had never been, here or at another server."""
         self.nodes.pop(node_id, None)
-        self._heard.discard(node_id)
+        self.heard.discard(node_id)
         return self.places.forget(node_id, self.attached)
 
     # ------------------------------------------------------------ placements
@@ -475,10 +476,10 @@ class Cluster:
         node = self.nodes.get(node_id)
         return node is not None and not node.gone and store in node.stores
 
-    def take_heard(self) -> list[Node]:
-        """The nodes in service that spoke since the last call."""
-        heard, self._heard = self._heard, set()
-        return [node for node in map(self.nodes.__getitem__, heard) if not node.gone]
+    def take_heard(self) -> set[str]:
+        """Nodes that spoke since the last call."""
+        heard, self.heard = self.heard, set()
+        return heard
 
     def _logged(self, entry: Entry) -> Write:
         return LogEntry(self._log_as, entry)

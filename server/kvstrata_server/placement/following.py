@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from kvstrata import api
 from kvstrata.errors import Busy, Malformed
@@ -62,6 +64,35 @@ class Work(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _TellHeard:
+    """Logs which nodes were heard. It may wait for SQL: it says what is so when its turn comes, of
+    all that were heard until then."""
+
+    server: str
+    cluster: Cluster
+    heard: set[str] = field(default_factory=set)
+    """Also by an attempt before, of which nobody knows whether it came to its end."""
+    rows: int = 1
+
+    async def apply(self, connection: AsyncConnection) -> None:
+        self.heard |= self.cluster.take_heard()
+        seen = [
+            Heard(
+                node.id,
+                node.incarnation,
+                self.cluster.age(node),
+                *((h.used_bytes, h.capacity_bytes, h.chunks) if (h := node.host) else (0, 0, 0)),
+                node.healthy,
+                node.detail,
+            )
+            for node in map(self.cluster.nodes.get, self.heard)
+            if node is not None and not node.gone
+        ]
+        if seen:
+            await LogEntry(self.server, Seen(seen)).apply(connection)
+
+
 class Follower:
     """`run` (to be supervised) applies entries by other servers to the cluster, in order, and those
     by all servers to `work`; `tell` writes who was heard here.
@@ -92,6 +123,8 @@ class Follower:
         self._read_at: float | None = None
         self._reading = asyncio.Lock()
         self._page = _PAGE
+        self._telling = 0
+        """The position of the writer with which SQL has who was heard."""
 
     async def begin(self) -> None:
         """To be called before the tables are read: what is both in them and in the log is
@@ -133,47 +166,39 @@ class Follower:
             self._page = max(1, page // 4)
             raise
         self._page = min(_PAGE, 2 * page)
-        found = [(row.id, row.server == self._name, row.entry) for row in rows]
-        entries = [(number, ours, decode_work(raw), raw) for number, ours, raw in found]
-        if new := [entry for _, _, entry, _ in entries if entry is not None]:
+        entries = [(row, decode_work(row.entry)) for row in rows]
+        if new := [entry for _, entry in entries if entry is not None]:
             for work in self._work:
                 await work.take_up(new)
         self._read_at = now
-        for number, ours, entry, raw in entries:
+        for row, entry in entries:
+            ours = row.server == self._name
             if entry is not None:
                 for work in self._work:
                     work.follow(entry, ours)
             elif not ours:
-                self._follow(number, raw)
+                self._follow(row.id, row.entry, row.age)
                 await asyncio.sleep(0)  # a snapshot takes milliseconds: let lookups in between
-            self.position = number
+            self.position = row.id
         return len(rows) == page
 
     def tell(self) -> None:
-        """Log the nodes that were heard since the last call; to be called a few times a second."""
-        heard = [
-            Heard(
-                node.id,
-                node.incarnation,
-                self._cluster.age(node),
-                *((h.used_bytes, h.capacity_bytes, h.chunks) if (h := node.host) else (0, 0, 0)),
-                node.healthy,
-                node.detail,
-            )
-            for node in self._cluster.take_heard()
-        ]
-        if heard and self._database.shared:
-            self._writer.put(LogEntry(self._name, Seen(heard)))
+        """Log the nodes that were heard since the last call, unless such an entry waits for SQL;
+        to be called a few times a second."""
+        waits = self._writer.committed < self._telling
+        if self._database.shared and self._cluster.heard and not waits:
+            self._writer.put(_TellHeard(self._name, self._cluster))
+            self._telling = self._writer.position
 
-    def _follow(self, number: int, raw: bytes) -> None:
+    def _follow(self, number: int, raw: bytes, age: float) -> None:
         try:
-            self._apply(decode_node(raw))
+            self._apply(decode_node(raw), age)
         except (msgspec.MsgspecError, Malformed):
             # By a server of another version. Nodes make up for it: the next report is a gap.
             log.exception("entry %d of the change log can't be read: left out", number)
 
-    def _apply(self, entry: NodeEntry) -> None:
-        """Older news than the cluster has is left aside."""
+    def _apply(self, entry: NodeEntry, age: float) -> None:
+        """Older news than the cluster has is left aside. `age`: seconds since it was logged."""
         cluster = self._cluster
         match entry:
             case Registered():
@@ -189,7 +214,7 @@ class Follower:
                 self._apply_report(entry)
             case Seen():
                 for heard in entry.nodes:
-                    self._apply_heard(heard)
+                    self._apply_heard(heard, age)
             case Forgotten():
                 cluster.forget(entry.node)
 
@@ -217,11 +242,11 @@ class Follower:
             places.apply(changes)
         node.next_seq, node.staged, node.home = entry.next_seq, None, False
 
-    def _apply_heard(self, heard: Heard) -> None:
+    def _apply_heard(self, heard: Heard, age: float) -> None:
         node = self._cluster.nodes.get(heard.node)
         if node is None or node.incarnation != heard.incarnation:
             return
-        seen = self._clock() - heard.age
+        seen = self._clock() - heard.age - max(0.0, age)
         if node.last_seen is None or seen >= node.last_seen:
             node.last_seen = seen
             node.healthy, node.detail = heard.healthy, heard.detail

@@ -264,9 +264,10 @@ def newest() -> Executable:
 
 
 def newer(position: int, limit: int) -> Executable:
-    """Rows (id, server, entry) after a position, in order."""
+    """Rows (id, server, entry, age in seconds) after a position, in order."""
+    age = (_NOW - ChangeRow.time).label("age")
     return (
-        select(ChangeRow.id, ChangeRow.server, ChangeRow.entry)
+        select(ChangeRow.id, ChangeRow.server, ChangeRow.entry, age)
         .where(ChangeRow.id > position)
         .order_by(ChangeRow.id)
         .limit(limit)
