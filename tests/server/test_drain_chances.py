@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from drain_kit import Node, by_hand, cluster
 from server_kit import CHUNK_BYTES, TTL, TurnedClock, host, keys, running, store
-from test_drains import Node, by_hand, cluster
 
 from kvstrata import api
 from kvstrata.api import DrainState, Outcome

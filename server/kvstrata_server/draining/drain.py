@@ -1,21 +1,16 @@
-"""One drain: what is known of it, what is under way for it, and its row."""
+"""One drain: what is known of it, what is under way for it, and how it is told."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from sqlalchemy import insert, or_, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from kvstrata import api
 from kvstrata.api import DrainState, LeftReason
 from kvstrata.keys import Key
-from kvstrata_server.sql.models import DrainRow
 
-__all__ = ["Attempt", "Drain", "Move", "Order", "PutDrain", "drain_of"]
+__all__ = ["Attempt", "Drain", "Move", "Order"]
 
 # Each chunk is tried that often, and then left to those who look at what could not be done.
 _STORES, _MOVES = 2, 3
@@ -119,8 +114,6 @@ class Drain:
         if rest > 0:
             self.left[waiting_is] = self.left.get(waiting_is, 0) + rest
 
-    # ------------------------------------------------------------ as message and row
-
     def info(
         self, remaining: api.Amount | None = None, advice: str = "", is_known: bool = True
     ) -> api.DrainInfo:
@@ -153,82 +146,6 @@ class Drain:
             ],
             detail=" ".join(filter(None, (self.detail, advice))),
         )
-
-    def put(self) -> PutDrain:
-        return PutDrain(
-            {
-                "id": self.id,
-                "node": self.node,
-                "incarnation": self.incarnation,
-                "purpose": self.purpose,
-                "state": self.state.value,
-                "in_force": self.in_force,
-                "created": self.created,
-                "deadline": self.deadline,
-                "ended": self.ended,
-                "detail": self.detail[:2000],
-                "progress": {
-                    "targets": None if self.targets is None else list(self.targets),
-                    "settled": self.settled,
-                    "chunks": self.chunks,
-                    "bytes": self.bytes,
-                    "left": {why.value: chunks for why, chunks in self.left.items()},
-                    "stored": dict(self.stored),
-                    "moved": dict(self.moved),
-                    "moved_bytes": self.moved_bytes,
-                    "moves": {id_: [m.target, m.bytes] for id_, m in self.moves.items()},
-                },
-            }
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PutDrain:
-    """One that has ended stays as it ended, and one that is not in force any more stays so: a
-    server that has not heard of it yet may believe otherwise."""
-
-    values: dict[str, Any]
-    rows: int = 1
-
-    async def apply(self, connection: AsyncConnection) -> None:
-        mine = DrainRow.id == self.values["id"]
-        if self.values["ended"] is None:
-            older = [DrainRow.ended.is_(None), DrainRow.in_force]
-        else:
-            same = DrainRow.state == self.values["state"]
-            older = [DrainRow.in_force, or_(DrainRow.ended.is_(None), same)]
-        changed = await connection.execute(update(DrainRow).where(mine, *older).values(self.values))
-        if changed.rowcount or await connection.scalar(select(DrainRow.id).where(mine)):
-            return
-        await connection.execute(insert(DrainRow).values(self.values))
-
-
-def drain_of(row: Any) -> Drain:
-    """As an earlier process, or another server, left it."""
-    progress = row.progress
-    return Drain(
-        id=row.id,
-        node=row.node,
-        incarnation=row.incarnation,
-        purpose=row.purpose,
-        created=row.created,
-        deadline=row.deadline,
-        targets=progress["targets"],
-        state=DrainState(row.state),
-        in_force=row.in_force,
-        ended=row.ended,
-        detail=row.detail,
-        settled=progress["settled"],
-        chunks=progress["chunks"],
-        bytes=progress["bytes"],
-        left={LeftReason(why): chunks for why, chunks in progress["left"].items()},
-        stored=Counter(progress["stored"]),
-        moved=Counter(progress["moved"]),
-        moved_bytes=progress["moved_bytes"],
-        moves={
-            id_: Move(target, None, nbytes) for id_, (target, nbytes) in progress["moves"].items()
-        },
-    )
 
 
 _ADVICE = {

@@ -16,10 +16,9 @@ transfers, and counts for no other node's drain; it is a source, and serves its 
 *settled* when it says that it takes nothing new and has reported all that it holds: before that
 nobody knows that nothing remains.
 
-The node hears of it with its heartbeats, and where there is haste by a command to send one. It is
-written to SQL, so that a server that starts, or another one on the same database, goes on with it.
-Of those servers the one that the node talks to does the work (`emptying`); all look every second
-for what the others wrote.
+The node hears of it with its heartbeats, and where there is haste by a command to send one. A
+server that starts, or another one on the same database, goes on with it (`in_force`). How it gets
+on is `emptying`'s.
 """
 
 from __future__ import annotations
@@ -27,34 +26,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from typing import Any
-
-from sqlalchemy import delete, select
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from kvstrata import api
 from kvstrata.api import DrainState, LeftReason
-from kvstrata.errors import Busy, KVStrataError, Missing
+from kvstrata.errors import KVStrataError
 from kvstrata_server.clock import Clock
-from kvstrata_server.draining.drain import Drain, PutDrain, drain_of
+from kvstrata_server.draining.drain import Drain
 from kvstrata_server.draining.emptying import Emptying
+from kvstrata_server.draining.in_force import InForce
 from kvstrata_server.draining.remaining import Remaining
 from kvstrata_server.placement.cluster import Cluster, Node
 from kvstrata_server.problems import Conflict
 from kvstrata_server.scheduling.transfers import Scheduler
 from kvstrata_server.sql.database import Database
-from kvstrata_server.sql.models import DrainRow
 from kvstrata_server.sql.writer import Writer
 
 __all__ = ["Drains"]
 
 _log = logging.getLogger(__name__)
 
-_COMMIT_TIMEOUT = 10.0
 _INTERVAL = 0.5
 # Counting a node's millions of chunks takes time: at most this part of it.
 _SHARE = 0.1
-_REFRESH = 1.0
 _NUDGE = 1.0
 _REDELIVERY = 5.0
 # What the server that should have ended it has, before another one does.
@@ -64,21 +57,8 @@ _LATE = 5.0
 _PATIENCE = 5.0
 
 
-class _Forget:
-    """Drop those that ended before."""
-
-    rows = 1
-
-    def __init__(self, before: float) -> None:
-        self._before = before
-
-    async def apply(self, connection: AsyncConnection) -> None:
-        old = DrainRow.ended < self._before
-        await connection.execute(delete(DrainRow).where(old, ~DrainRow.in_force))
-
-
 class Drains:
-    """Those in force, in memory and in SQL; others are read from SQL. `run` is to be supervised."""
+    """Of all nodes. `run` is to be supervised."""
 
     def __init__(
         self,
@@ -90,40 +70,34 @@ class Drains:
         transfers: Scheduler,
     ) -> None:
         self._cluster = cluster
-        self._database = database
         self._writer = writer
         self._clock = clock
         self._retention = retention
         self._transfers = transfers
         self._emptying = Emptying(cluster, transfers, clock)
-        self._active: dict[str, Drain] = {}
-        self._put: dict[str, tuple[PutDrain, int]] = {}
-        """By drain what was last put, and the writer's position then."""
+        self._wake = asyncio.Event()
+        self._in_force = InForce(cluster, database, writer, clock, self._wake.set)
         self._nudged: dict[str, float] = {}
         """Nodes that should send a heartbeat, and when they were last told."""
         self._strange: dict[str, float] = {}
         """Drains whose node is not as it was here, and since when."""
-        self._refreshed = float("-inf")
-        self._wake = asyncio.Event()
         self._advancing = asyncio.Lock()
 
     async def load(self) -> None:
         """Take up what is in force."""
-        for row in await self._rows(DrainRow.in_force):
-            if row.node not in self._active:
-                self._adopt(drain_of(row))
+        await self._in_force.load()
 
     # ------------------------------------------------------------ requests
 
     async def create(self, node_id: str, asked: api.DrainRequest) -> api.DrainInfo:
         """Raises `Missing` for unknown nodes, `Conflict` where the node is drained for another
         purpose or is to be its own target, `Busy`."""
-        await self._refresh(at_once=True)
+        await self._in_force.refresh(at_once=True)
         node = self._cluster.require(node_id)
         for target in asked.targets or ():
             if self._cluster.require(target) is node:
                 raise Conflict(f"node {node_id!r} can't take what it is to be rid of")
-        before = self._active.get(node_id)
+        before = self._in_force.get(node_id)
         if before is not None and not before.state.ended and before.incarnation == node.incarnation:
             if before.purpose != asked.for_ or before.targets != asked.targets:
                 raise Conflict(
@@ -144,13 +118,15 @@ class Drains:
             deadline=now + asked.deadline,
             targets=asked.targets,
         )
-        self._adopt(drain)
-        self._write(drain)  # before anything is waited for: what isn't written may be dropped
+        self._in_force.adopt(drain)
+        self._in_force.write(
+            drain
+        )  # before anything is waited for: what isn't written may be dropped
         await self._count(drain)
-        self._write(drain)
+        self._in_force.write(drain)
         self._nudge(node_id)
         self._wake.set()
-        await self._writer.flushed(_COMMIT_TIMEOUT)
+        await self._in_force.written()
         return await self._info(drain)
 
     async def get(self, node_id: str) -> api.DrainInfo:
@@ -167,29 +143,24 @@ class Drains:
                     await self._count(drain)
                     self._ended(drain, DrainState.CANCELLED, "cancelled by request")
                 drain.in_force = False
-                self._write(drain)
-                self._drop(drain)
+                self._in_force.write(drain)
+                self._in_force.drop(drain)
                 self._nudge(node_id)
-        await self._writer.flushed(_COMMIT_TIMEOUT)
+        await self._in_force.written()
         return drain.info()
 
     async def _find(self, node_id: str) -> Drain:
-        await self._refresh()
-        active = self._active.get(node_id)
-        if active is not None:
-            return active
-        await self._writer.flushed(_COMMIT_TIMEOUT)
-        rows = await self._rows(DrainRow.node == node_id, limit=1)
-        if not rows:
-            raise Missing(f"node {node_id!r} was not drained, or that is too long ago")
-        return drain_of(rows[0])
+        await self._in_force.refresh()
+        return self._in_force.get(node_id) or await self._in_force.latest(node_id)
 
     async def _info(self, drain: Drain) -> api.DrainInfo:
         """While it goes on it is counted all the time, and not once more for all who ask."""
-        node = self._node_of(drain)
+        node = self._in_force.node_of(drain)
         if node is None or not (drain.in_force and drain.state.ended):
             return drain.info(is_known=node is not None)
-        is_known = drain.state is not DrainState.DRAINED or await self._knows_of_others(drain)
+        is_known = drain.state is not DrainState.DRAINED or await self._in_force.knows_of_others(
+            drain
+        )
         found = await Remaining(self._cluster, node, drain.purpose).find()
         advice = ""
         if drain.state is DrainState.DRAINED and found.chunks:
@@ -204,7 +175,7 @@ class Drains:
     def heard(self, node_id: str, beat: api.HeartbeatRequest) -> bool:
         """A heartbeat has come. Returns whether the node is to take no new chunks."""
         self._nudged.pop(node_id, None)
-        drain = self._active.get(node_id)
+        drain = self._in_force.get(node_id)
         if drain is None or drain.incarnation != beat.incarnation:
             return False
         node = self._cluster.nodes[node_id]
@@ -222,7 +193,7 @@ class Drains:
         if now - self._nudged.get(node.id, now) >= _NUDGE:
             self._nudged[node.id] = now
             due.append(api.Command(kind="beat", transfer="beat"))
-        drain = self._active.get(node.id)
+        drain = self._in_force.get(node.id)
         order = None if drain is None or drain.incarnation != node.incarnation else drain.order
         if order is not None:
             when, to = order.offered or (0.0, "")
@@ -234,7 +205,7 @@ class Drains:
     def result(self, node_id: str, order: str, result: api.StoreResult) -> api.OrderReply:
         """A node says what it stored. Again, or too late: nothing changes."""
         self._cluster.require_current(node_id, result.incarnation)
-        drain = self._active.get(node_id)
+        drain = self._in_force.get(node_id)
         if drain is None or drain.order is None or drain.order.id != order:
             return api.OrderReply(wanted=False)
         self._emptying.ordered(drain, result)
@@ -264,8 +235,8 @@ class Drains:
     async def advance(self) -> None:
         """One step of each."""
         async with self._advancing:
-            await self._refresh()
-            for drain in list(self._active.values()):
+            await self._in_force.refresh()
+            for drain in self._in_force:
                 try:
                     await self._advance(drain)
                 except KVStrataError as e:
@@ -273,7 +244,7 @@ class Drains:
                     _log.warning("drain %s of node %s: %s", drain.id, drain.node, e)
 
     async def _advance(self, drain: Drain) -> None:
-        node = self._node_of(drain)
+        node = self._in_force.node_of(drain)
         if node is None:
             self._lapse(drain)
             return
@@ -282,12 +253,12 @@ class Drains:
         if drain.state.ended:
             return
         now = self._clock()
-        if not self._is_ours(node):
+        if not self._in_force.is_ours(node):
             if now < drain.deadline + _LATE:
                 return
         elif now < drain.deadline:
             await self._get_on(drain, node)
-            self._write(drain)
+            self._in_force.write(drain)
             return
         await self._emptying.cancel(drain)
         await self._count(drain)
@@ -302,11 +273,11 @@ class Drains:
         if not drain.settled and now - self._nudged.get(node.id, 0.0) >= _NUDGE:
             self._nudge(node.id)
         await self._emptying.step(drain, node)
-        if drain.chunks == 0 and drain.settled and await self._knows_of_others(drain):
+        if drain.chunks == 0 and drain.settled and await self._in_force.knows_of_others(drain):
             await self._count(drain)
-            if drain.chunks == 0 and self._goes_on(drain):
+            if drain.chunks == 0 and self._in_force.goes_on(drain):
                 self._end(drain, LeftReason.WAITING, "")
-        if drain.chunks == 0 or not self._goes_on(drain):
+        if drain.chunks == 0 or not self._in_force.goes_on(drain):
             return
         under_way = drain.moves or drain.order is not None
         if not under_way and now - drain.active > max(_PATIENCE, self._cluster.ttl):
@@ -315,7 +286,7 @@ class Drains:
             self._end(drain, why, "nothing more can be done at present")
 
     async def _count(self, drain: Drain) -> None:
-        node = self._node_of(drain)
+        node = self._in_force.node_of(drain)
         if node is not None:
             await self._emptying.count(drain, node)
 
@@ -324,8 +295,7 @@ class Drains:
         to hear of the one that is drained."""
         node = self._cluster.nodes.get(drain.node)
         since = self._strange.setdefault(drain.id, self._clock())
-        is_sure = not self._database.shared or (node is not None and self._is_ours(node))
-        if not is_sure and self._clock() - since < _LATE:
+        if not self._in_force.hears_all(node) and self._clock() - since < _LATE:
             return
         self._leave(drain, node)
 
@@ -335,7 +305,7 @@ class Drains:
             self._leave(drain, node)
         else:
             drain.in_force = False
-            self._write(drain)
+            self._in_force.write(drain)
 
     def _leave(self, drain: Drain, node: Node | None) -> None:
         """What was to be drained is not there any more."""
@@ -346,8 +316,8 @@ class Drains:
             drain.order = None
             self._end(drain, LeftReason.LATE, f"the node {what} before it was drained")
         drain.in_force = False
-        self._write(drain)
-        self._drop(drain)
+        self._in_force.write(drain)
+        self._in_force.drop(drain)
 
     def _end(self, drain: Drain, waiting_was: LeftReason, why: str) -> None:
         """Drained, if there is nothing left; else with what was the reason of what waited."""
@@ -358,123 +328,17 @@ class Drains:
                 why += ", and it has not said that it takes no new chunks and what it holds"
             drain.count_left(drain.tried(drain.attempts), waiting_was)
             self._ended(drain, DrainState.PARTIAL, _told(drain, why))
-        self._write(drain)
+        self._in_force.write(drain)
 
     def _ended(self, drain: Drain, state: DrainState, detail: str) -> None:
         drain.state, drain.ended, drain.detail = state, self._clock(), detail
         drain.attempts.clear()
-        node = self._node_of(drain)
+        node = self._in_force.node_of(drain)
         if node is not None:
             node.drain = state
 
     def forget_old(self) -> None:
-        self._writer.put(_Forget(self._clock() - self._retention))
-
-    # ------------------------------------------------------------ memory and SQL
-
-    def _node_of(self, drain: Drain) -> Node | None:
-        """The node as it was when the drain began; None if it is that no more."""
-        node = self._cluster.nodes.get(drain.node)
-        is_same = node is not None and not node.gone and node.incarnation == drain.incarnation
-        return node if is_same else None
-
-    def _is_ours(self, node: Node) -> bool:
-        """Whether the node talks to this server."""
-        return not self._database.shared or node.heard_here >= (node.last_seen or 0.0) > 0.0
-
-    def _adopt(self, drain: Drain) -> None:
-        drain.active = self._clock()
-        self._active[drain.node] = drain
-        node = self._node_of(drain)
-        if node is not None:
-            node.drain = drain.state
-
-    def _drop(self, drain: Drain) -> None:
-        if self._active.get(drain.node) is drain:
-            del self._active[drain.node]
-        node = self._node_of(drain)
-        if node is not None:
-            node.drain = None
-
-    def _write(self, drain: Drain) -> None:
-        """Where that is news."""
-        put = drain.put()
-        before = self._put.get(drain.id)
-        if before is None or before[0] != put:
-            self._writer.put(put)
-            self._put[drain.id] = put, self._writer.position
-            while len(self._put) > len(self._active) + 100:
-                del self._put[next(iter(self._put))]
-
-    async def _knows_of_others(self, drain: Drain) -> bool:
-        """Whether this server has read of those drains that may count on this one's node, and this
-        one is in SQL for theirs to read: of two that count on each other, one learns of it."""
-        if not self._database.shared:
-            return True
-        found = await self._refresh(at_once=True)
-        return drain.node in found and found[drain.node].id == drain.id
-
-    def _goes_on(self, drain: Drain) -> bool:
-        """It may have ended, or been replaced, while something was waited for."""
-        return self._active.get(drain.node) is drain and not drain.state.ended
-
-    async def _refresh(self, at_once: bool = False) -> dict[str, Drain]:
-        """What the other servers wrote, unless that was read a moment ago; by node what is in
-        force, as read."""
-        now = self._clock()
-        if not self._database.shared or (abs(now - self._refreshed) < _REFRESH and not at_once):
-            return {}
-        self._refreshed = now
-        committed = self._writer.committed
-        found: dict[str, Drain] = {}
-        try:
-            for row in await self._rows(DrainRow.in_force):
-                if row.node in found:
-                    self._replaced(found[row.node])
-                found[row.node] = drain_of(row)
-        except Busy:
-            return {}  # they are as they were
-        for node_id, drain in list(self._active.items()):
-            written = self._put.get(drain.id)
-            is_written = written is None or committed >= written[1]
-            there = found.get(node_id)
-            is_replaced = there is not None and there.id > drain.id
-            if is_replaced or (is_written and (there is None or there.id != drain.id)):
-                drain.in_force = False
-                self._drop(drain)
-        for node_id, drain in found.items():
-            ours = self._active.get(node_id)
-            if ours is None:
-                written = self._put.get(drain.id)
-                is_news = written is None or committed >= written[1]  # not cancelled here since
-            else:
-                is_news = ours.id == drain.id and self._is_behind(ours, drain)
-            if is_news:
-                self._adopt(drain)
-                self._wake.set()
-        return found
-
-    def _replaced(self, drain: Drain) -> None:
-        """Two servers were asked at the same time, and the later one's goes on."""
-        drain.in_force = False
-        if not drain.state.ended:
-            drain.state, drain.ended = DrainState.CANCELLED, self._clock()
-            drain.detail = "replaced: another server was asked for one, too"
-        self._write(drain)
-
-    def _is_behind(self, ours: Drain, written: Drain) -> bool:
-        """Whether another server has got on with it."""
-        if written.state.ended != ours.state.ended:
-            return written.state.ended
-        node = self._node_of(ours)
-        return node is None or not self._is_ours(node)
-
-    async def _rows(self, condition: Any, limit: int = 10_000) -> list[Any]:
-        """The latest last; of a limited number the latest."""
-        rows = await self._database.rows(
-            select(DrainRow.__table__).where(condition).order_by(DrainRow.id.desc()).limit(limit)
-        )
-        return list(reversed(rows))
+        self._in_force.forget_old(self._clock() - self._retention)
 
 
 def _told(drain: Drain, why: str) -> str:
