@@ -286,6 +286,60 @@ async def test_who_could_not_read_for_long_loads_everything_again(postgres_addre
         ]
 
 
+async def test_what_could_not_be_loaded_again_is_tried_until_it_is(postgres_address, monkeypatch):
+    async with two(postgres_address) as (first, second):
+        await join(first.control, "a")
+        await first.control.report("a", report(0, host(keys(0))))
+        await told(first, second)
+        follower, stream = second.state.follower, second.state.database.stream
+
+        async def away(select):
+            raise Busy("the database did not answer")
+            yield
+
+        async with follower._reading:
+            monkeypatch.setattr(second.state.database, "stream", away)
+            follower._read_at = -1e9
+        for _ in range(3):
+            with pytest.raises(Busy, match="did not answer"):
+                await follower.read()
+            # Nobody may change what is loaded only in part.
+            with pytest.raises(Busy, match="loads"):
+                await second.control.report("a", report(1, host(removed=keys(0))))
+            with pytest.raises(Busy, match="loads"):
+                await join(second.control, "a", "i2")
+            assert (await second.http.get("/readyz")).status_code == 503
+        monkeypatch.setattr(second.state.database, "stream", stream)
+        await follower.read()
+        assert (await second.http.get("/readyz")).status_code == 200
+        await second.control.heartbeat("a", beat())
+        assert await held(second.control, keys(0)) == {"a": {"host": 1}}
+
+
+async def test_a_node_may_register_while_another_server_loads(postgres_address, monkeypatch):
+    clock, read = TurnedClock(), Database.rows
+    async with running(postgres_address, clock) as first:
+        await join(first.control, "a", stores=("s",))
+
+        async def rows(database, select):
+            found = await read(database, select)
+            about = {table.name for table in select.get_final_froms()}
+            if about <= {"nodes", "stores", "locations"}:
+                await join(first.control, f"after-{about.pop()}", stores=(f"t{len(about)}", "s"))
+                await first.state.writer.flushed(10)
+            return found
+
+        monkeypatch.setattr(Database, "rows", rows)
+        async with running(postgres_address, clock) as second:
+            monkeypatch.undo()
+            await told(first, second)
+            nodes = [f"after-{table}" for table in ("locations", "nodes", "stores")]
+            assert sorted(second.state.cluster.nodes) == ["a", *nodes]
+            for node in nodes:
+                assert second.state.cluster.nodes[node].stores == {"s": "fs", "t0": "fs"}
+                await second.control.report(node, report(0, host(keys(0))))
+
+
 async def test_one_is_killed_and_the_other_has_it_all_within_two_seconds(postgres_address):
     first, second = Process(postgres_address), Process(postgres_address)
     try:

@@ -120,6 +120,8 @@ class Follower:
         self._name = name
         self._reload = reload
         self._work = work
+        self._behind = False
+        """Whether entries may have been dropped unread, and not all was loaded since."""
         self._read_at: float | None = None
         self._reading = asyncio.Lock()
         self._page = _PAGE
@@ -141,9 +143,19 @@ class Follower:
         async with self._reading:
             return await self._read()
 
+    def require_loaded(self) -> None:
+        """Raises `Busy` while all is loaded again: what a node says then would be undone by what
+        SQL said before."""
+        if self._behind:
+            raise Busy(
+                "this server loads what others were told while it was cut off: send this again in "
+                "a moment, or to another server"
+            )
+
     async def catch_up(self, node_id: str, incarnation: str) -> None:
         """Before a node is told that it isn't known: it may have registered at another server a
         moment ago, which has still to write that. Raises `Busy`."""
+        self.require_loaded()
         for wait in _WAITS if self._database.shared else ():
             node = self._cluster.nodes.get(node_id)
             if node is not None and node.incarnation == incarnation and not node.gone:
@@ -156,8 +168,10 @@ class Follower:
         now = asyncio.get_running_loop().time()
         if self._read_at is not None and now - self._read_at > LOG_RETENTION / 2:
             log.warning("the change log was not read for %.0f s: loading all", now - self._read_at)
-            self._read_at = None
+            self._read_at, self._behind = None, True
+        if self._behind:
             await self._reload()
+            self._behind = False
         page = self._page
         try:
             rows = await self._database.rows(newer(self.position, page))

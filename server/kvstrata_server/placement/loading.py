@@ -22,11 +22,21 @@ __all__ = ["load"]
 
 
 async def load(cluster: Cluster, database: Database) -> None:
-    """What SQL knows. Nodes count as silent until they speak: it may be long past."""
+    """What SQL knows. Nodes count as silent until they speak: it may be long past.
+
+    Other servers may write meanwhile. So locations are read first, and what they belong to after
+    them; of nodes that came in between, and have none here, the change log will tell.
+    """
     places, namespaces = cluster.places, cluster.namespaces
+    locations = await database.rows(select(LocationRow.__table__))
+    stores = await database.rows(select(StoreRow.__table__))
+    nodes = await database.rows(select(NodeRow.__table__))
     for row in await database.rows(select(NamespaceRow.__table__)):
         namespaces.load(row.digest, row.document)
-    for row in await database.rows(select(NodeRow.__table__)):
+    located = {row.node_id for row in locations}
+    for row in nodes:
+        if row.id not in located:
+            continue
         cluster.nodes[row.id] = Node(
             id=row.id,
             incarnation=row.incarnation,
@@ -37,12 +47,13 @@ async def load(cluster: Cluster, database: Database) -> None:
             gone=row.gone,
             registered=row.registered,
         )
-    for row in await database.rows(select(StoreRow.__table__)):
+    for row in stores:
         places.load_store(row.id, row.tier)
-    for row in await database.rows(select(LocationRow.__table__)):
+    for row in locations:
         places.load_location(row.id, row.node_id, row.store_id)
-        if row.store_id is not None and row.attached:
-            cluster.nodes[row.node_id].stores[row.store_id] = places.tier(row.store_id)
+        node = cluster.nodes.get(row.node_id)  # unless it was forgotten in between
+        if node is not None and row.store_id is not None and row.attached:
+            node.stores[row.store_id] = places.tier(row.store_id)
     if database.shared:
         await _load_keys(cluster, database)
     else:

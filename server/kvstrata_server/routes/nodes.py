@@ -39,6 +39,7 @@ async def register_node(
     acts_on(request, f"/v1/nodes/{registration.id}")
     if who.node is not None and who.node != registration.id:
         raise Forbidden(f"token {who.name!r} is for node {who.node!r}, not {registration.id!r}")
+    state.follower.require_loaded()
     return state.cluster.register(registration)
 
 
@@ -72,6 +73,7 @@ async def deregister_node(
 ) -> api.NodeInfo:
     """Take a node out of service: what it holds in host memory is no longer offered. What it put
     into stores stays, for others that share them. A node that is alive registers again."""
+    state.follower.require_loaded()
     return state.cluster.info(state.cluster.deregister(node_id, incarnation))
 
 
