@@ -64,7 +64,7 @@ demo: $(READY) ## see it work: offload, restart, reload, transfer (under three m
 	$(BIN)/kvstrata demo
 
 test: $(TEST_READY) dynamo $(CLIENTS_READY) ## all tests that need no vLLM
-	$(BIN)/pytest -n 2 -m 'not vllm'
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not vllm'
 
 dynamo: $(DYNAMO_READY) ## Dynamo's indexer for the tests, where it is available
 

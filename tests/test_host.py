@@ -831,4 +831,4 @@ class HostMachine(RuleBasedStateMachine):
 
 HostMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestHostMachine = HostMachine.TestCase
-TestHostMachine = pytest.mark.timeout(120)(TestHostMachine)
+TestHostMachine = pytest.mark.timeout(240)(TestHostMachine)

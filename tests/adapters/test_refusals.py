@@ -9,7 +9,7 @@ from jax_kit import needs_jax, run_cases
 VLLM_TESTS = Path(__file__).parent.parent / "vllm"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_wrong_tensors_are_refused_in_every_adapter_that_is_here() -> None:
     run_cases("refusal_cases.py", VLLM_TESTS)
 

@@ -69,7 +69,7 @@ def takes(client: Client, number: int) -> bool:
     return bool(offset != NO_ROOM)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_node_starts_again_and_then_goes_for_good(cluster: Cluster) -> None:
     everything = range(0, 24)
     with cluster.connect("a") as a:
@@ -115,7 +115,7 @@ def test_a_node_starts_again_and_then_goes_for_good(cluster: Cluster) -> None:
         assert read(b, everything) == [payload(n) for n in everything]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_no_room_anywhere_is_told_and_the_node_may_serve_again(cluster: Cluster) -> None:
     everything = range(0, 64)
     with cluster.connect("b") as b:

@@ -12,7 +12,7 @@ from dynamo_kit import BLOCK, MODEL, PER_CHUNK, Cluster, Lossy, has, tolerant
 
 from kvstrata.testing.waiting import eventually
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 SIZE = BLOCK * PER_CHUNK
 PROMPT = [1000 + n for n in range(6 * SIZE)]

@@ -10,7 +10,7 @@ from dynamo_kit import BLOCK, PER_CHUNK, Cluster, free_port, has, tolerant
 
 from kvstrata.testing.waiting import eventually
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 SIZE = BLOCK * PER_CHUNK
 PROMPTS = [[n] * (2 * SIZE) for n in range(1, 9)]

@@ -45,7 +45,7 @@ def held(client: Client) -> dict[str, int]:
     return {tier.name: tier.chunks for tier in client.status().tiers if tier.name != "peer"}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_chunks_go_from_where_they_are_told_to(cluster: Cluster) -> None:
     with cluster.connect("a") as a, cluster.connect("b") as b:
         for client in (a, b):
@@ -73,7 +73,7 @@ def test_chunks_go_from_where_they_are_told_to(cluster: Cluster) -> None:
         assert read(a, range(0, 2)) == [payload(n) for n in range(2)]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_lease_keeps_chunks_from_eviction_until_it_is_released(cluster: Cluster) -> None:
     url = f"http://127.0.0.1:{cluster.port}"
     keys = [key(n).hex() for n in range(4)]

@@ -40,7 +40,7 @@ def held(cluster: Cluster, namespace, numbers) -> dict[str, set[int]]:
     return found
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_tenant_over_its_quota_shrinks_and_the_other_loses_nothing(tmp_path):
     with started(tmp_path) as cluster, ExitStack() as stack:
         control, mine, others = cluster.control, range(60), range(20)

@@ -14,7 +14,7 @@ __all__ = ["eventually", "until"]
 T = TypeVar("T")
 
 
-async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Return once it holds; other tasks run meanwhile. `AssertionError` if it never does."""
     try:
         async with asyncio.timeout(seconds):
@@ -24,7 +24,7 @@ async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
         raise AssertionError(f"it did not come to hold within {seconds:g} s") from None
 
 
-def eventually(condition: Callable[[], T], seconds: float = 30.0) -> T:
+def eventually(condition: Callable[[], T], seconds: float = 60.0) -> T:
     """The first true value of `condition`; an error of ours means not yet.
 
     `AssertionError`, with the last of those errors, if there is none.
