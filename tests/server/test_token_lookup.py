@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from server_kit import Running, host, join, report, running, store
@@ -274,6 +275,39 @@ async def test_transfers_are_of_one_namespace_and_of_whole_chunks(
         monkeypatch.setattr(api, "MAX_KEYS", 4)
         with pytest.raises(Malformed, match="need 5 keys"):
             await moved(by_digest(other))
+
+
+async def test_a_lease_takes_tokens_as_transfers_do(tmp_path: Path) -> None:
+    """The same keys, and the same errors."""
+    async with running(tmp_path) as r:
+        await join(r.control, "a")
+        other = a_namespace(dtype="fp8")
+        await r.control.report("a", a_report(of=(NAMESPACE, other)))
+
+        async def post(at: str, tokens_: dict[str, Any], **more: Any) -> httpx.Response:
+            return await r.http.post(at, json={"node": "a", "tokens": tokens_, **more})
+
+        def of(namespace: Namespace, token_ids: list[int] = TOKENS) -> dict[str, Any]:
+            return {"namespace": namespace.digest.hex(), "token_ids": token_ids}
+
+        made = await post("/v1/leases", of(other), ttl=90)
+        assert made.status_code == 202
+        assert [key["key"] for key in made.json()["keys"]] == hexes(other, *range(5))
+        [command] = (await r.control.commands("a", "i1")).commands
+        assert (command.keys, command.sources, command.hold) == (hexes(other, *range(5)), [], 90)
+        for wrong, status in (
+            ({"model": "m", "token_ids": TOKENS}, 422),  # which of its two namespaces?
+            ({"model": "x", "token_ids": TOKENS}, 404),
+            (of(a_namespace("x")), 404),
+            (of(other, TOKENS[:7]), 422),
+            (of(other, []), 422),
+        ):
+            answers = [await post(at, wrong) for at in ("/v1/leases", "/v1/prefetches")]
+            assert [answer.status_code for answer in answers] == [status, status]
+            assert answers[0].json() == answers[1].json()
+        both = {"node": "a", "keys": hexes(other, 0), "tokens": of(other)}
+        for body in (both, {"node": "a"}):
+            assert (await r.http.post("/v1/leases", json=body)).status_code == 422
 
 
 async def packed(r: Running, asked: Any, status: int = 200) -> api.LookupReply:

@@ -7,7 +7,7 @@ from sqlalchemy import text
 from kvstrata import api
 from kvstrata.api import Outcome, TransferState
 from kvstrata.errors import Busy, Expired, Malformed, Missing, PeerRefused
-from kvstrata_server.scheduling import history, records, transfer, transfer_writes
+from kvstrata_server.scheduling import history, records, shown, transfer_writes
 from kvstrata_server.scheduling import transfers as transfers_module
 
 S = TransferState
@@ -532,16 +532,40 @@ async def test_a_target_may_be_asked_to_evict_nothing(place):
         assert (command.transfer, command.free_only) == (made.id, True)
 
 
-async def test_a_long_answer_lets_others_between_and_is_of_one_moment(tmp_path, monkeypatch):
-    monkeypatch.setattr(transfer, "_PART", 1)
+async def test_an_answer_is_the_document_that_its_model_would_make(tmp_path):
     async with running(tmp_path) as r:
         await pair(r)
         made = await ask(r, 0, 1, 2, 3)
-        asking = asyncio.create_task(r.state.transfers.get(made.id))
+        found = dict(zip(keys(0, 1, 2, 3), ["stored", "missing", "present", "stored"], strict=True))
+        sources = {keys(0)[0]: "a", keys(3)[0]: "c"}
+        await post(
+            r, made.id, final=True, outcomes=found, sources=sources, detail='said "\u00e9\n\\"'
+        )
+        at = f"/v1/transfers/{made.id}"
+        for answer in (await r.http.get(at), await r.http.delete(at)):
+            told = api.TransferInfo.model_validate_json(answer.content)
+            assert answer.json() == told.model_dump(mode="json")
+            assert [(k.key, k.outcome, k.source) for k in told.keys] == [
+                (key, outcome, sources.get(key)) for key, outcome in found.items()
+            ]
+            assert list(answer.json()) == list(told.model_dump())
+            assert (told.state, told.router_hint) == (TransferState.PARTIAL, made.router_hint)
+        lease = await r.http.get(f"/v1/leases/{made.id}")
+        of_lease = api.LeaseInfo.model_validate_json(lease.content)
+        assert lease.json() == of_lease.model_dump(mode="json")
+        assert of_lease.keys == told.keys
+
+
+async def test_a_long_answer_lets_others_between_and_is_of_one_moment(tmp_path, monkeypatch):
+    monkeypatch.setattr(shown, "_PART", 1)
+    async with running(tmp_path) as r:
+        await pair(r)
+        made = await ask(r, 0, 1, 2, 3)
+        asking = asyncio.create_task((await r.state.transfers.get(made.id)).json())
         await asyncio.sleep(0)
         stored = dict.fromkeys(keys(2, 3), "stored")
         said = api.Progress(incarnation="i1", transfer=made.id, outcomes=stored, final=False)
         await r.state.transfers.progress("b", said)
         assert not asking.done()
-        assert await asking == made
+        assert api.TransferInfo.model_validate_json(await asking) == made
         assert outcomes(await r.control.get_transfer(made.id)) == ["pending"] * 2 + ["stored"] * 2

@@ -46,7 +46,7 @@ from kvstrata.api.evictions import (
     OfNamespaces,
 )
 from kvstrata.api.health import Health, TaskHealth
-from kvstrata.api.leases import LeaseInfo, LeaseRequest, LeaseState
+from kvstrata.api.leases import Lease, LeaseInfo, LeaseRequest, LeaseState, TokenLease
 from kvstrata.api.nodes import (
     EventsAt,
     HeartbeatReply,
@@ -128,6 +128,7 @@ __all__ = [
     "HostUse",
     "KeyOutcome",
     "Keys",
+    "Lease",
     "LeaseInfo",
     "LeaseRequest",
     "LeaseState",
@@ -169,6 +170,7 @@ __all__ = [
     "Tally",
     "TaskHealth",
     "TenantUse",
+    "TokenLease",
     "TokenLookup",
     "TokenPrefetch",
     "TokenTransfer",

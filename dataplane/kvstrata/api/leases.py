@@ -5,15 +5,23 @@ from __future__ import annotations
 import enum
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from kvstrata.api.base import MAX_KEYS, NUMBER, Answer, HexKey, Name, Request
+from kvstrata.api.prompts import Prompt, told_by
 from kvstrata.api.transfers import KeyOutcome
 
-__all__ = ["LeaseInfo", "LeaseRequest", "LeaseState"]
+__all__ = ["Lease", "LeaseInfo", "LeaseRequest", "LeaseState", "TokenLease"]
 
 
-class LeaseRequest(Request):
+class _Terms(Request):
+    """Of all leases."""
+
+    ttl: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0
+    deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 10.0
+
+
+class LeaseRequest(_Terms):
     """POST /v1/leases: keep chunks in a node's host memory for `ttl` seconds, whatever else comes.
 
     What isn't there is promoted from the node's own tiers, within `deadline` seconds.
@@ -21,8 +29,20 @@ class LeaseRequest(Request):
 
     node: Name
     keys: Annotated[list[HexKey], Field(min_length=1, max_length=MAX_KEYS)]
-    ttl: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0
-    deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 10.0
+
+
+class TokenLease(_Terms):
+    """POST /v1/leases, by token ids, which are as in `TokenTransfer`. The rest is as in
+    `LeaseRequest`."""
+
+    node: Name
+    tokens: Prompt
+
+
+Lease = Annotated[
+    Annotated[TokenLease, Tag("tokens")] | Annotated[LeaseRequest, Tag("keys")],
+    told_by("tokens", "tokens", "keys"),
+]
 
 
 class LeaseState(enum.StrEnum):

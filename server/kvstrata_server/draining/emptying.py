@@ -25,6 +25,7 @@ from kvstrata_server.clock import Clock
 from kvstrata_server.draining.drain import Drain, Move, Order
 from kvstrata_server.draining.remaining import Remaining
 from kvstrata_server.placement.cluster import Cluster, Node
+from kvstrata_server.scheduling.shown import Shown
 from kvstrata_server.scheduling.transfers import Scheduler
 
 __all__ = ["Emptying"]
@@ -189,18 +190,18 @@ class Emptying:
             except KVStrataError as e:  # the database is away: it is asked again
                 drain.trouble = str(e)
 
-    def _moved(self, drain: Drain, id_: str, move: Move, info: api.TransferInfo) -> None:
-        outcomes = {Key(bytes.fromhex(k.key)): k.outcome for k in info.keys}
-        if not info.state.ended:
+    def _moved(self, drain: Drain, id_: str, move: Move, now_is: Shown) -> None:
+        outcomes = dict(zip(now_is.keys, now_is.outcomes, strict=True))
+        if not now_is.state.ended:
             move.keys = list(outcomes)
             return
         del drain.moves[id_]
         now = self._clock()
-        self._promised.append((now + _HEARD, move.target, info.bytes))
+        self._promised.append((now + _HEARD, move.target, now_is.summary.bytes))
         stored = sum(outcome is Outcome.STORED for outcome in outcomes.values())
         if stored:
             drain.moved[move.target] += stored
-        drain.moved_bytes += info.bytes
+        drain.moved_bytes += now_is.summary.bytes
         for key, outcome in outcomes.items():
             attempt = drain.attempt(key)
             attempt.again = now + (_REPORTED if outcome in _HERE else _AGAIN)
@@ -216,7 +217,7 @@ class Emptying:
                 attempt.why = LeftReason.WAITING
             else:
                 attempt.why = LeftReason.FAILED
-                drain.trouble = info.detail or drain.trouble
+                drain.trouble = now_is.summary.detail or drain.trouble
 
     async def _move(
         self, drain: Drain, node: Node, keys: Sequence[Key], remaining: Remaining

@@ -15,6 +15,7 @@ from kvstrata_server.examples.world import (
     PREFETCH,
     SOURCE,
     TARGET,
+    TOKENS,
     TRANSFER,
     Several,
     outcomes,
@@ -124,7 +125,16 @@ EXAMPLES = {
         ),
     ),
     "create_lease": (
-        api.LeaseRequest(node=SOURCE, keys=KEYS, ttl=120),
+        Several(
+            {
+                "keys": api.LeaseRequest(node=SOURCE, keys=KEYS, ttl=120),
+                "tokens": api.TokenLease(
+                    node=SOURCE,
+                    tokens=api.ModelTokens(model=MODEL, token_ids=TOKENS),
+                    ttl=120,
+                ),
+            }
+        ),
         _lease(api.LeaseState.PENDING, Outcome.PENDING, None),
     ),
     "get_lease": (None, _lease(api.LeaseState.HELD, Outcome.PRESENT, CREATED + 120)),

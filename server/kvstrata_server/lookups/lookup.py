@@ -211,11 +211,11 @@ def _most_keys(node: api.NodePlacement) -> tuple[int, int, float, str]:
 
 def _positions(held: Held) -> dict[str, list[int]]:
     """Per node those of the keys that it has."""
-    positions: dict[str, list[int]] = {}
-    for number, start, length in held.runs:
-        for node, _ in held.by_set[number]:
-            positions.setdefault(node, []).extend(range(start, start + length))
-    return positions
+    has = held.per_node(held.sets)
+    return {
+        node: np.flatnonzero(has[held.rows, column]).tolist()
+        for column, node in enumerate(held.nodes)
+    }
 
 
 def _add_keys(questions: Sequence[_Question], nodes: Sequence[api.NodePlacement]) -> None:

@@ -23,15 +23,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstrata.keys import Group, Namespace
-from kvstrata_server.placement.held import Held
+from kvstrata_server.placement.held import Bools, Held
 from kvstrata_server.placement.table import Slots
 
 __all__ = ["Chain", "GroupRule", "Reusable", "Rule", "reusable", "reusable_in_order", "rule_of"]
-
-Bools = npt.NDArray[np.bool_]
 
 # More than any prompt has: a window of as many is as good as all.
 _MOST_CHUNKS = 1 << 32
@@ -146,74 +143,47 @@ class Reusable:
 
 
 def reusable(chain: Chain, held: Held) -> Reusable:
-    places = _Places(held)
     # Most nodes have what they have in one tier.
-    several = np.flatnonzero(np.diff(np.append(places.starts, len(places.names))) > 1)
-    sets = np.concatenate([places.sets, places.per_node(places.sets)[:, several]], axis=1)
-    steps = _longest(chain, places.rows, sets).tolist()
-    tiers = dict(zip(places.names, steps, strict=False))
-    nodes = {node: tiers[node, tier] for node, tier in places.names}
-    for at, found in zip(several.tolist(), steps[len(places.names) :], strict=True):
-        nodes[places.nodes[at]] = found
+    several = np.flatnonzero(np.diff(np.append(held.starts, len(held.places))) > 1)
+    sets = np.concatenate([held.sets, held.per_node(held.sets)[:, several]], axis=1)
+    steps = _longest(chain, held, sets).tolist()
+    tiers = dict(zip(held.places, steps, strict=False))
+    nodes = {node: tiers[node, tier] for node, tier in held.places}
+    for at, found in zip(several.tolist(), steps[len(held.places) :], strict=True):
+        nodes[held.nodes[at]] = found
     return Reusable(nodes, tiers)
 
 
 def reusable_in_order(chain: Chain, held: Held, first: str) -> dict[str, tuple[int, int]]:
     """Per node the steps of its longest prefix in the tier `first`, and that with all other tiers
     together; but of groups that need all chunks, `first` counts only up to its first gap."""
-    places = _Places(held)
-    is_first = np.array([tier == first for _, tier in places.names], bool)
-    there = places.per_node(places.sets & is_first)
-    others = places.per_node(places.sets & ~is_first)
-    alone = _longest(chain, places.rows, there).tolist()
-    both = _longest(chain, places.rows, others, there).tolist()
-    return dict(zip(places.nodes, zip(alone, both, strict=True), strict=True))
+    is_first = np.array([tier == first for _, tier in held.places], bool)
+    there = held.per_node(held.sets & is_first)
+    others = held.per_node(held.sets & ~is_first)
+    alone = _longest(chain, held, there).tolist()
+    both = _longest(chain, held, others, there).tolist()
+    return dict(zip(held.nodes, zip(alone, both, strict=True), strict=True))
 
 
-class _Places:
-    """Sets of locations as rows of (sets, places) truth values; a place is a tier of a node."""
-
-    def __init__(self, held: Held) -> None:
-        numbers = sorted(held.by_set)
-        serving = [held.by_set[number] for number in numbers]
-        self.names = sorted(
-            {(n, tier) for nodes in serving for n, tiers in nodes for tier in tiers}
-        )
-        columns = {name: column for column, name in enumerate(self.names)}
-        self.sets: Bools = np.zeros((len(numbers), len(self.names)), bool)
-        for row, nodes in enumerate(serving):
-            self.sets[row, [columns[n, tier] for n, tiers in nodes for tier in tiers]] = True
-        self.nodes = list(dict.fromkeys(node for node, _ in self.names))
-        starts = {node: column for column, (node, _) in reversed(list(enumerate(self.names)))}
-        self.starts = np.array([starts[node] for node in self.nodes], np.int64)
-        self.rows: Slots = np.searchsorted(np.array(numbers, np.uint32), held.numbers)
-
-    def per_node(self, sets: Bools) -> Bools:
-        if not self.nodes:
-            return sets
-        per_node: Bools = np.logical_or.reduceat(sets, self.starts, axis=1)
-        return per_node
-
-
-def _longest(chain: Chain, rows: Slots, sets: Bools, first: Bools | None = None) -> Slots:
-    """Steps of the longest prefix for each column of `sets`, of which `rows` are those of the keys.
+def _longest(chain: Chain, held: Held, sets: Bools, first: Bools | None = None) -> Slots:
+    """Steps of the longest prefix for each column of `sets`, whose rows are those of `held.sets`.
 
     `first`: what, of groups that need all chunks, counts only up to its first gap.
     """
-    wide = max(1, _MOST_CELLS // max(1, len(rows)))
+    wide = max(1, _MOST_CELLS // max(1, len(held)))
     columns = sets.shape[1]
     if columns <= wide:
-        return _longest_of(chain, rows, sets, first)
+        return _longest_of(chain, held, sets, first)
     parts = [slice(start, start + wide) for start in range(0, columns, wide)]
     return np.concatenate(
         [
-            _longest_of(chain, rows, sets[:, p], None if first is None else first[:, p])
+            _longest_of(chain, held, sets[:, p], None if first is None else first[:, p])
             for p in parts
         ]
     )
 
 
-def _longest_of(chain: Chain, rows: Slots, sets: Bools, first: Bools | None) -> Slots:
+def _longest_of(chain: Chain, held: Held, sets: Bools, first: Bools | None) -> Slots:
     best = np.full(sets.shape[1], chain.steps, np.int64)
     if not chain.steps:
         return best
@@ -222,19 +192,20 @@ def _longest_of(chain: Chain, rows: Slots, sets: Bools, first: Bools | None) -> 
         if group.last is not None:
             windows.append((group.last, positions))
             continue
-        here = rows[positions.reshape(-1)]
-        there = sets[here]
-        if first is not None:
-            ahead = _gap(first[here])
-            there = there | (np.arange(len(here))[:, None] < ahead)
-        best = np.minimum(best, _gap(there) // max(1, positions.shape[1]))
+        here = held.rows[positions.reshape(-1)]
+        if first is None:
+            gaps = held.gaps(here, sets)
+        else:
+            ahead = held.gaps(here, first)
+            gaps = _gap(sets[here] | (np.arange(len(here))[:, None] < ahead))
+        best = np.minimum(best, gaps // max(1, positions.shape[1]))
     most = int(best.max(initial=0))
     if not most or not windows:
         return best
     anywhere = sets if first is None else sets | first
     good = np.arange(most)[:, None] < best
     for last, positions in windows:
-        good &= _complete(anywhere[rows[positions[:most].reshape(-1)]], most, last)
+        good &= _complete(anywhere[held.rows[positions[:most].reshape(-1)]], most, last)
     end: Slots = np.where(good.any(axis=0), most - good[::-1].argmax(axis=0), 0)
     return end
 

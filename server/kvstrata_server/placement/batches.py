@@ -52,6 +52,9 @@ class KeyBatch:
     def __len__(self) -> int:
         return len(self.families)
 
+    def part(self, which: slice) -> KeyBatch:
+        return KeyBatch(self.families[which], self.words[which], self.hashes[which])
+
 
 class KeyRows(NamedTuple):
     """Rows for SQL: `packed` holds, for each one, group and hash in `stride` bytes."""

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from kvstrata import api
 from kvstrata.bulk import BulkChange, BulkReport
 from kvstrata.errors import Busy, Expired, Malformed, Missing
-from kvstrata.keys import Key
+from kvstrata.keys import DIGEST_BYTES, Key
 from kvstrata_server.access.no_nul import namespace_of
 from kvstrata_server.clock import Clock
 from kvstrata_server.metrics import Metrics
@@ -53,7 +53,7 @@ from kvstrata_server.sql.changes import (
 from kvstrata_server.sql.writer import Writer
 from kvstrata_server.sql.writes import DropNode, PutNode, SetSeq, Write
 
-__all__ = ["Cluster", "Node", "keys_of"]
+__all__ = ["Cluster", "Node", "digests_of", "keys_of"]
 
 # How far behind each other servers that share a database may be, seconds.
 _LAG = 2.0
@@ -495,6 +495,11 @@ class Cluster:
             gone=node.gone,
             registered=node.registered,
         )
+
+
+def digests_of(texts: Iterable[str]) -> set[bytes]:
+    """Of the namespaces that keys of a checked message are of."""
+    return {bytes.fromhex(digest) for digest in {text[: 2 * DIGEST_BYTES] for text in texts}}
 
 
 def keys_of(texts: Sequence[str]) -> list[Key]:

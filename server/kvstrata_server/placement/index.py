@@ -14,7 +14,7 @@ It knows nothing of time, SQL or HTTP. All calls are synchronous and work on bat
 from __future__ import annotations
 
 import array
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from pyroaring import BitMap
 
 from kvstrata.keys import Key
 from kvstrata_server.placement.batches import DEAD, Families, KeyBatch, KeyRows, Numbers, Words
-from kvstrata_server.placement.held import Held, Reach, Tallied, runs_of, serving, tally
+from kvstrata_server.placement.held import Gathering, Held, Reach, Tallied, tally
 from kvstrata_server.placement.table import NOBODY, ChunkTable, Slots, distinct
 
 __all__ = [
@@ -42,6 +42,9 @@ __all__ = [
 HOST = "host"
 # Bitmaps united at a time.
 _UNITED = 32
+# Keys looked for at a time, and locations of different sets looked at.
+_FOUND = 1 << 14
+_MOST_HOLDERS = 1 << 14
 
 LocationId = int
 Holders = tuple[LocationId, ...]
@@ -115,10 +118,36 @@ class PlacementIndex:
 
     def held(self, keys: KeyBatch | Sequence[Key], reach: Reach) -> Held:
         """Per key who can serve it, of the nodes that `reach` names."""
-        numbers = self._numbers(keys)
-        runs = list(runs_of(numbers))
-        by_set = {n: serving(self._sets[n], reach) for n in {run[0] for run in runs}}
-        return Held(numbers, runs, by_set)
+        finding = self.finding(keys, reach)
+        while True:
+            try:
+                next(finding)
+            except StopIteration as found:
+                held: Held = found.value
+                return held
+
+    def finding(self, keys: KeyBatch | Sequence[Key], reach: Reach) -> Generator[None, None, Held]:
+        """`held` in steps of some milliseconds, between which anything may happen; who has left
+        meanwhile serves nothing more."""
+        batch = self._batch(keys, intern=False)
+        gathering = Gathering(reach)
+        parts = []
+        for start in range(0, len(batch), _FOUND):
+            numbers = self._numbers(batch.part(slice(start, start + _FOUND)))
+            begins = np.flatnonzero(np.concatenate([[True], numbers[1:] != numbers[:-1]]))
+            different, inverse = np.unique(numbers[begins], return_inverse=True)
+            holders = [self._sets[number] for number in different.tolist()]
+            effort, rows = 0, []
+            for each in holders:
+                effort += len(each)
+                if effort > _MOST_HOLDERS:
+                    yield
+                    effort = 0
+                rows.append(gathering.row(each))
+            lengths = np.diff(np.append(begins, len(numbers)))
+            parts.append(np.repeat(np.array(rows, np.int64)[inverse], lengths))
+            yield
+        return gathering.held(np.concatenate(parts) if parts else np.empty(0, np.int64))
 
     def count_at(self, location: LocationId) -> int:
         return len(self._at.get(location, ()))

@@ -77,6 +77,10 @@ class Places:
         """The node that reports about it, and the store; None: the node's host memory."""
         return self._about[location]
 
+    def about(self, location: LocationId) -> tuple[str, str | None] | None:
+        """The same; None where there is no such location (any more)."""
+        return self._about.get(location)
+
     def attach(self, node: str, stores: Mapping[str, str]) -> list[Write]:
         """The node has these stores (id -> tier) now, and no others."""
         writes: list[Write] = []
@@ -192,6 +196,7 @@ class Serves:
         self._places = places
         self._stores_of = stores_of
         self._known: dict[LocationId, list[tuple[str, str]]] = {}
+        self._of_store: dict[str, list[tuple[str, str]]] = {}
 
     def get(
         self, location: LocationId, default: Sequence[tuple[str, str]] = ()
@@ -202,9 +207,17 @@ class Serves:
         return served or default
 
     def _served(self, location: LocationId) -> list[tuple[str, str]]:
-        reporter, store = self._places.describe(location)
+        about = self._places.about(location)
+        if about is None:
+            return []  # its node was forgotten meanwhile
+        reporter, store = about
         if store is None:
             return [] if self._stores_of(reporter) is None else [(reporter, HOST)]
+        if store not in self._of_store:
+            self._of_store[store] = self._served_from(store)
+        return self._of_store[store]
+
+    def _served_from(self, store: str) -> list[tuple[str, str]]:
         served = []
         for shared in self._places.sharing(store):
             node, _ = self._places.describe(shared)

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from kvstrata import api
 from kvstrata_server.lookups.lookup import look_up, look_up_prompts
 from kvstrata_server.lookups.prompts import prompts_of
-from kvstrata_server.placement.cluster import keys_of
+from kvstrata_server.placement.cluster import digests_of
 from kvstrata_server.problems import responses
 from kvstrata_server.routes.parameters import After, Limit, State, Who
 
@@ -29,7 +29,7 @@ async def lookup_placements(request: api.Lookup, state: State, who: Who) -> api.
         prompts = await prompts_of(state.namespaces, who, seeds, request.tokens)
         return await look_up_prompts(state.cluster, state.metrics, state.hot, request, prompts)
     if who.tenants is not None:
-        state.namespaces.require_visible(keys_of(request.keys), who)
+        state.namespaces.require_visible(digests_of(request.keys), who)
     return look_up(state.cluster, state.metrics, state.hot, request)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Response
@@ -14,11 +14,12 @@ from kvstrata.errors import Busy, Missing
 from kvstrata_server.access.roles import Identity
 from kvstrata_server.examples.world import TRANSFER
 from kvstrata_server.lookups.prompts import needed_keys
-from kvstrata_server.placement.cluster import keys_of
+from kvstrata_server.placement.cluster import digests_of
 from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
 from kvstrata_server.routes.parameters import PLANNED, After, IdempotencyKey, Limit, State, Who
 from kvstrata_server.routes.sse import NOTHING_NEW, SILENCE, STREAM, EventStream, Standing, event
+from kvstrata_server.scheduling.shown import Shown
 
 router = APIRouter(prefix="/v1/transfers", tags=["transfers"])
 
@@ -29,31 +30,20 @@ TransferId = Annotated[str, Path(max_length=64, examples=[TRANSFER])]
     "",
     summary="Move chunks to a node",
     status_code=202,
+    response_model=api.TransferInfo,
     responses={**PLANNED, **responses(404, 409, 503, 507)},
 )
 async def create_transfer(
-    request: api.Transfer,
-    response: Response,
-    state: State,
-    who: Who,
-    idempotency_key: IdempotencyKey = None,
-) -> api.TransferInfo:
+    request: api.Transfer, state: State, who: Who, idempotency_key: IdempotencyKey = None
+) -> Response:
     """Ask a node to fetch chunks from others. The answer is the transfer, accepted and kept; read
     it again for its outcome per key. Keys that nobody holds are outcomes, not errors. Of token ids
     it is what an engine needs to go on after them: of a window the last chunks, of states one."""
     if isinstance(request, api.TokenTransfer):
-        keys = await needed_keys(state.namespaces, who, state.settings.hash_seeds, request.tokens)
-        request = api.TransferRequest(keys=keys, **request.model_dump(exclude={"tokens"}))
-    if who.tenants is not None:
-        state.namespaces.require_visible(keys_of(request.keys), who)
-        # What others named their requests is none of theirs to find out.
-        idempotency_key = idempotency_key and _own(idempotency_key, who)
-    transfer = await state.transfers.create(request, idempotency_key, state.admission)
-    if transfer.state is api.TransferState.PLANNED:
-        response.status_code = 200
-    else:
-        response.headers["Location"] = f"/v1/transfers/{transfer.id}"
-    return transfer
+        keys = await asked_keys(request, state, who)
+        terms = {name: value for name, value in request if name != "tokens"}
+        request = api.TransferRequest.model_construct(keys=keys, **terms)
+    return await accepted(await make(request, state, who, idempotency_key))
 
 
 @router.get(
@@ -69,23 +59,25 @@ async def list_transfers(state: State, after: After = None, limit: Limit = 100) 
 @router.get(
     "/{transfer_id}",
     summary="See what became of a transfer",
+    response_model=api.TransferInfo,
     responses=responses(404, 503),
 )
-async def get_transfer(transfer_id: TransferId, state: State, who: Who) -> api.TransferInfo:
+async def get_transfer(transfer_id: TransferId, state: State, who: Who) -> Response:
     """State, and the outcome per key."""
     await require_seen(transfer_id, state, who)
-    return await state.transfers.get(transfer_id)
+    return answer(await (await state.transfers.get(transfer_id)).json())
 
 
 @router.delete(
     "/{transfer_id}",
     summary="Cancel a transfer",
+    response_model=api.TransferInfo,
     responses=responses(404, 503),
 )
-async def cancel_transfer(transfer_id: TransferId, state: State, who: Who) -> api.TransferInfo:
+async def cancel_transfer(transfer_id: TransferId, state: State, who: Who) -> Response:
     """Cancel it. One that has ended stays as it is; what it holds at its target is released."""
     await require_seen(transfer_id, state, who)
-    return await state.transfers.cancel(transfer_id)
+    return answer(await (await state.transfers.cancel(transfer_id)).json())
 
 
 @router.get(
@@ -130,6 +122,40 @@ async def _changes(
                     await news.wait()
             except TimeoutError:
                 yield NOTHING_NEW
+
+
+async def asked_keys(
+    request: api.Transfer | api.Prefetch | api.Lease, state: ControlState, who: Identity
+) -> list[str]:
+    """As they were given, or those that the token ids need. Raises as `needed_keys` does."""
+    if isinstance(request, api.TransferRequest | api.PrefetchRequest | api.LeaseRequest):
+        return request.keys
+    return await needed_keys(state.namespaces, who, state.settings.hash_seeds, request.tokens)
+
+
+async def make(
+    request: api.TransferRequest, state: ControlState, who: Identity, idempotency_key: str | None
+) -> Shown:
+    """Raises `Forbidden` for keys of tenants that `who` may not know of, and as `Scheduler.create`
+    does."""
+    if who.tenants is not None:
+        state.namespaces.require_visible(digests_of(request.keys), who)
+        # What others named their requests is none of theirs to find out.
+        idempotency_key = idempotency_key and _own(idempotency_key, who)
+    return await state.transfers.create(request, idempotency_key, state.admission)
+
+
+async def accepted(transfer: Shown) -> Response:
+    """Where it is to be seen; of a dry run, which is nowhere, just what is planned."""
+    content = await transfer.json()
+    if transfer.state is api.TransferState.PLANNED:
+        return answer(content, 200)
+    return answer(content, 202, {"Location": f"/v1/transfers/{transfer.id}"})
+
+
+def answer(content: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Of a route whose answer is written already (`Shown`)."""
+    return Response(content, status, headers, media_type="application/json")
 
 
 def _own(idempotency_key: str, who: Identity) -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from kvstrata.api import Outcome
-from kvstrata.keys import Key, split_key
+from kvstrata.keys import DIGEST_BYTES, Key
 from kvstrata_server.placement.cluster import Cluster, Node
-from kvstrata_server.placement.index import HOST, Holders
+from kvstrata_server.placement.held import Bools, Held
+from kvstrata_server.placement.index import HOST
 
 __all__ = ["ANY", "OWN", "Expected", "Plan", "hints", "plan"]
 
@@ -19,6 +21,7 @@ ANY = "any"
 OWN = "own"
 """No other node: the target promotes from its own tiers."""
 _MAX_SOURCES = 16
+_PREFIX_BYTES = DIGEST_BYTES + 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,9 @@ class Expected:
 
     outcome: Outcome
     source: str | None = None
+
+
+_NO_ROOM = Expected(Outcome.NO_ROOM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,50 +62,54 @@ def plan(
     else:
         # Unless it was forgotten meanwhile, or this server has not read of it yet.
         candidates = [cluster.nodes[source]] if source in cluster.nodes else []
-    holders = cluster.index.holders(keys)
-    reach = cluster.reach([*candidates, target])
-    served: dict[Holders, dict[str, bool]] = {}
-    in_host: Counter[str] = Counter()
-    in_all: Counter[str] = Counter()
-    for held, count in Counter(holders).items():
-        nodes: dict[str, bool] = {}
-        for node, tier in (pair for location in held for pair in reach.get(location, ())):
-            nodes[node] = nodes.get(node, False) or tier == HOST
-        served[held] = nodes
-        for node, host in nodes.items():
-            in_host[node] += count * host
-            in_all[node] += count
-    ranked = sorted(candidates, key=lambda n: (not n.healthy, -in_host[n.id], -in_all[n.id], n.id))
-    chosen = {held: _choose(nodes, ranked, target, candidates) for held, nodes in served.items()}
-    expected, size = _within_budget(cluster, keys, [chosen[held] for held in holders], byte_budget)
+    held = cluster.index.held(keys, cluster.reach([*candidates, target]))
+    counts = np.bincount(held.rows, minlength=len(held.sets))
+    in_host = np.array([tier == HOST for _, tier in held.places], bool)
+    of_host, of_all = held.per_node(held.sets & in_host), held.per_node(held.sets)
+    hosting = dict(zip(held.nodes, (counts @ of_host).tolist(), strict=True))
+    holding = dict(zip(held.nodes, (counts @ of_all).tolist(), strict=True))
+    ranked = sorted(
+        candidates,
+        key=lambda n: (not n.healthy, -hosting.get(n.id, 0), -holding.get(n.id, 0), n.id),
+    )
+    expected, size = _within_budget(
+        cluster, keys, _expected(held, of_host, of_all, target, ranked), byte_budget
+    )
     if source == ANY:
-        ranked = [node for node in ranked if in_all[node.id]][:_MAX_SOURCES]
+        ranked = [node for node in ranked if node.id in holding][:_MAX_SOURCES]
     return Plan(ranked, expected, size)
 
 
-def _choose(
-    nodes: Mapping[str, bool], ranked: Sequence[Node], target: Node, candidates: Sequence[Node]
-) -> Expected:
-    if nodes.get(target.id):
-        return Expected(Outcome.PRESENT)
-    for node in ranked:
-        if nodes.get(node.id):
-            return Expected(Outcome.PENDING, node.id)
-    for node in (target, *ranked):
-        if node.id in nodes:
-            return Expected(Outcome.PENDING, node.id)
-    return Expected(Outcome.MISSING)
+def _expected(
+    held: Held, of_host: Bools, of_all: Bools, target: Node, ranked: Sequence[Node]
+) -> list[Expected]:
+    """Per key: what is in the target's host memory is there; else it comes from the first that has
+    it in its own, or from a store, at best of the target."""
+    columns = {node: column for column, node in enumerate(held.nodes)}
+    choices = [
+        (target, of_host, Expected(Outcome.PRESENT)),
+        *((node, of_host, Expected(Outcome.PENDING, node.id)) for node in ranked),
+        *((node, of_all, Expected(Outcome.PENDING, node.id)) for node in (target, *ranked)),
+    ]
+    offers = [(sets[:, columns[n.id]], what) for n, sets, what in choices if n.id in columns]
+    offers.append((np.ones(len(held.sets), bool), Expected(Outcome.MISSING)))
+    first = np.stack([sets for sets, _ in offers]).argmax(axis=0)
+    return [offers[which][1] for which in first[held.rows].tolist()]
 
 
 def _within_budget(
     cluster: Cluster, keys: Sequence[Key], expected: list[Expected], budget: int | None
 ) -> tuple[list[Expected], int]:
+    known: dict[bytes, int] = {}
     total = 0
     for i, (key, each) in enumerate(zip(keys, expected, strict=True)):
         if each.outcome is Outcome.PENDING:
-            size = cluster.namespaces.chunk_bytes(key)
+            prefix = key[:_PREFIX_BYTES]
+            size = known.get(prefix)
+            if size is None:
+                size = known[prefix] = cluster.namespaces.chunk_bytes(key)
             if budget is not None and total + size > budget:
-                expected[i] = Expected(Outcome.NO_ROOM)
+                expected[i] = _NO_ROOM
             else:
                 total += size
     return expected, total
@@ -114,8 +124,7 @@ def hints(transfer: str, keys: Sequence[Key], source: Node | None) -> dict[str, 
     address = urlsplit(source.peer_address or "") if source else None
     if address is None or not address.hostname or not address.port:
         return {}
-    group = split_key(keys[0]).group
-    parts = (split_key(key) for key in keys)
+    group = keys[0][DIGEST_BYTES:_PREFIX_BYTES]
     return {
         "kv_transfer_params": {
             "remote_kv_source": {
@@ -126,6 +135,10 @@ def hints(transfer: str, keys: Sequence[Key], source: Node | None) -> dict[str, 
         },
         "router_hint": {
             "source_control_endpoint": source.peer_address if source else "",
-            "block_hashes": [int.from_bytes(p.hash[-8:], "big") for p in parts if p.group == group],
+            "block_hashes": [
+                int.from_bytes(key[_PREFIX_BYTES:][-8:], "big")
+                for key in keys
+                if key[DIGEST_BYTES:_PREFIX_BYTES] == group
+            ],
         },
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import secrets
 
 from kvstrata import api
@@ -12,10 +14,15 @@ from kvstrata_server.scheduling.planning import ANY, OWN, hints, plan
 from kvstrata_server.scheduling.transfer import Transfer
 from kvstrata_server.tenancy.admission import Admission
 
-__all__ = ["transfer_of"]
+__all__ = ["digest_of", "transfer_of"]
 
 
-def transfer_of(
+def digest_of(asked: api.TransferRequest) -> bytes:
+    """By which a request is known again."""
+    return hashlib.sha256(asked.model_dump_json().encode()).digest()
+
+
+async def transfer_of(
     cluster: Cluster,
     asked: api.TransferRequest,
     idempotency_key: str | None,
@@ -25,7 +32,8 @@ def transfer_of(
 ) -> Transfer:
     """Queued, or planned if it is a dry run. Raises `Missing` for an unknown target or source,
     `Conflict` for a target that is drained, `Malformed` for a source that serves no peers, and what
-    `admission` does."""
+    `admission` does. With many keys each step takes some milliseconds, and between them others have
+    their turns."""
     target = cluster.require_target(asked.target)
     if asked.source not in (ANY, OWN) and not cluster.require(asked.source).peer_address:
         raise Malformed(
@@ -37,10 +45,13 @@ def transfer_of(
     if asked.source == target.id:
         raise Malformed(f"node {asked.source!r} can't be source and target of one transfer")
     keys = keys_of(list(dict.fromkeys(asked.keys)))
+    await asyncio.sleep(0)
     budget = asked.byte_budget
     if admission is not None:
         budget = admission.budget(keys, budget)
     planned = plan(cluster, keys, target, asked.source, budget)
+    await asyncio.sleep(0)
+    cluster.require_target(asked.target)  # still
     transfer = Transfer(
         id=f"{int(now * 1000):012x}-{secrets.token_hex(8)}",
         state=TransferState.QUEUED,

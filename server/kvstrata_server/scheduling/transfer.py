@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvstrata import api
 from kvstrata.api import Outcome, TransferState
 from kvstrata.keys import Key
-from kvstrata_server.scheduling.transfer_writes import ChunkOutcome, PutTransfer, final_state
+from kvstrata_server.scheduling.shown import Shown
+from kvstrata_server.scheduling.transfer_writes import Outcomes, PutTransfer, final_state
 
 __all__ = ["Transfer"]
 
-# Keys of an answer: some milliseconds.
-_PART = 1000
 # Their targets are told to give up what they brought.
 _STOPPED = (TransferState.CANCELLED, TransferState.EXPIRED)
 
@@ -116,32 +114,25 @@ class Transfer:
             ended=self.ended,
             detail=self.detail,
             bytes=self.bytes,
-            counts=dict(Counter(self.outcomes)),
+            counts=self._counts(),
         )
 
-    async def info(self, estimate: float | None = None) -> api.TransferInfo:
-        """As it is now, put together in parts: others take their turns between."""
-        summary = self.summary()
-        outcomes, sources = self.outcomes.copy(), self.sources.copy()
-        shown: list[api.KeyOutcome] = []
-        for start in range(0, len(self.keys), _PART):
-            if start:
-                await asyncio.sleep(0)
-            part = slice(start, start + _PART)
-            shown += [
-                # Ours, so they need no check, which takes most of the time where they are many.
-                api.KeyOutcome.model_construct(key=key.hex(), outcome=outcome, source=source)
-                for key, outcome, source in zip(
-                    self.keys[part], outcomes[part], sources[part], strict=True
-                )
-            ]
-        return api.TransferInfo(
-            **dict(summary),
-            keys=shown,
-            kv_transfer_params=self.hints.get("kv_transfer_params", {}),
-            router_hint=self.hints.get("router_hint", {}),
-            estimate=estimate,
+    def shown(self, estimate: float | None = None) -> Shown:
+        """As it is now."""
+        return Shown(
+            self.summary(),
+            self.keys,
+            self.outcomes.copy(),
+            self.sources.copy(),
+            self.hints,
+            self.holds_until,
+            estimate,
         )
+
+    def _counts(self) -> dict[Outcome, int]:
+        # By identity: an enum's hash takes most of the time where keys are many.
+        counts = Counter(map(id, self.outcomes))
+        return {outcome: counts[id(outcome)] for outcome in Outcome if id(outcome) in counts}
 
     def row(self, log_as: str) -> PutTransfer:
         return PutTransfer(
@@ -159,12 +150,13 @@ class Transfer:
             idempotency_key=self.idempotency_key,
             request_digest=self.request_digest,
             detail=self.detail,
+            keys=self.keys,
             chunks=self.chunks(range(len(self.keys))),
             log_as=log_as,
         )
 
-    def chunks(self, positions: Iterable[int]) -> list[ChunkOutcome]:
-        return [
-            ChunkOutcome(i, self.keys[i], self.outcomes[i].value, self.sources[i])
-            for i in positions
-        ]
+    def chunks(self, positions: Sequence[int]) -> Outcomes:
+        """What became of these."""
+        return Outcomes(
+            positions, [self.outcomes[i] for i in positions], [self.sources[i] for i in positions]
+        )

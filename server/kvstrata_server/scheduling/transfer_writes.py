@@ -9,7 +9,7 @@ rows and says so once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,9 +30,9 @@ from kvstrata_server.sql.writes import many, table_of
 
 __all__ = [
     "AdvanceTransfer",
-    "ChunkOutcome",
     "EndTransfer",
     "ForgetTransfers",
+    "Outcomes",
     "PutTransfer",
     "ReleaseHold",
     "final_state",
@@ -51,11 +51,21 @@ def final_state(keys: int, here: int) -> TransferState:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkOutcome:
-    position: int
-    key: Key
-    outcome: str
-    source: str | None
+class Outcomes:
+    """Of some of its keys, by their positions; all three run in parallel."""
+
+    positions: Sequence[int]
+    outcomes: Sequence[Outcome]
+    sources: Sequence[str | None]
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __iter__(self) -> Iterator[tuple[int, str, str | None]]:
+        for position, outcome, source in zip(
+            self.positions, self.outcomes, self.sources, strict=True
+        ):
+            yield position, outcome.value, source
 
 
 @dataclass(slots=True)
@@ -76,7 +86,8 @@ class PutTransfer:
     idempotency_key: str | None
     request_digest: bytes
     detail: str
-    chunks: Sequence[ChunkOutcome]
+    keys: Sequence[Key]
+    chunks: Outcomes
     log_as: str
     kept: str | None = field(default=None, init=False)
     """Id of the one that SQL has: this, or that with the same key. None: not written yet."""
@@ -112,16 +123,16 @@ class PutTransfer:
             "request_digest": self.request_digest,
         }
         await connection.execute(insert(transfers).values(row))
-        chunks = [
+        chunks = (
             {
                 "transfer_id": self.id,
-                "position": c.position,
-                "key": c.key,
-                "outcome": c.outcome,
-                "source": c.source,
+                "position": position,
+                "key": self.keys[position],
+                "outcome": outcome,
+                "source": source,
             }
-            for c in self.chunks
-        ]
+            for position, outcome, source in self.chunks
+        )
         await many(connection, insert(table_of(TransferChunkRow)), chunks)
         await tell(connection, self.log_as, TransferMade(self.id))
         self.kept = self.id
@@ -137,7 +148,7 @@ class AdvanceTransfer:
     """Source of the link that it was counted at, as far as is known."""
     bytes: int
     detail: str
-    chunks: Sequence[ChunkOutcome]
+    chunks: Outcomes
     log_as: str
 
     @property
@@ -164,7 +175,7 @@ class EndTransfer:
     ended: float
     bytes: int
     detail: str
-    chunks: Sequence[ChunkOutcome]
+    chunks: Outcomes
     log_as: str
     state: TransferState | None = field(default=None, init=False)
     """That it ended in, by this or before. None: not written yet, or SQL doesn't know it."""
@@ -274,9 +285,7 @@ async def _change(
     return bool(found.rowcount)
 
 
-async def _set_outcomes(
-    connection: AsyncConnection, transfer: str, outcomes: Sequence[ChunkOutcome]
-) -> None:
+async def _set_outcomes(connection: AsyncConnection, transfer: str, outcomes: Outcomes) -> None:
     chunks = table_of(TransferChunkRow)
     statement = (
         update(chunks)
@@ -286,13 +295,13 @@ async def _set_outcomes(
         )
         .values(outcome=bindparam("outcome"), source=bindparam("source"))
     )
-    rows = [
+    rows = (
         {
             "of_transfer": transfer,
-            "at_position": c.position,
-            "outcome": c.outcome,
-            "source": c.source,
+            "at_position": position,
+            "outcome": outcome,
+            "source": source,
         }
-        for c in outcomes
-    ]
+        for position, outcome, source in outcomes
+    )
     await many(connection, statement, rows)

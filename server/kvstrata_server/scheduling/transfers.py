@@ -30,7 +30,6 @@ answered is read there (`records`).
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
@@ -44,7 +43,8 @@ from kvstrata_server.placement.cluster import Cluster, Node
 from kvstrata_server.scheduling import history
 from kvstrata_server.scheduling.outgoing import Outgoing
 from kvstrata_server.scheduling.records import Records
-from kvstrata_server.scheduling.requesting import transfer_of
+from kvstrata_server.scheduling.requesting import digest_of, transfer_of
+from kvstrata_server.scheduling.shown import Shown
 from kvstrata_server.scheduling.speeds import Speeds
 from kvstrata_server.scheduling.transfer import Transfer
 from kvstrata_server.scheduling.transfer_writes import (
@@ -142,15 +142,16 @@ class Scheduler:
         asked: api.TransferRequest,
         idempotency_key: str | None,
         admission: Admission | None = None,
-    ) -> api.TransferInfo:
+    ) -> Shown:
         """Raises `Missing` for an unknown target or source, `Malformed` for a source that serves
         no peers, `Conflict` where the idempotency key was used for another request, `Busy`.
         `admission` holds a new one to its tenant's quota, and raises `NoSpace`."""
-        digest = hashlib.sha256(asked.model_dump_json().encode()).digest()
+        digest = digest_of(asked)
+        await asyncio.sleep(0)
         write: PutTransfer | None = None
         async with self._creating:
             before = await self._records.same_request(idempotency_key, digest)
-            transfer = before or transfer_of(
+            transfer = before or await transfer_of(
                 self._cluster, asked, idempotency_key, digest, self._clock(), admission
             )
             if before is None and not asked.dry_run:
@@ -164,12 +165,12 @@ class Scheduler:
                     self._unended.add(transfer)
             sure = self._records.is_sure(transfer)
         if transfer.state is TransferState.PLANNED:
-            return await self._shown(transfer)
+            return self._shown(transfer)
         # Accepted means that it outlives this process, for who asks again no less.
         await self._records.written(transfer.id)
         if self._log_as and (write is not None or not sure):
             transfer = await self._kept(transfer, write)
-        return await self._shown(transfer)
+        return self._shown(transfer)
 
     async def _kept(self, transfer: Transfer, write: PutTransfer | None) -> Transfer:
         """This, or what another server was asked first with its key."""
@@ -178,10 +179,10 @@ class Scheduler:
         self._unended.add(transfer)
         return transfer
 
-    async def get(self, transfer_id: str) -> api.TransferInfo:
-        return await self._shown(await self.find(transfer_id))
+    async def get(self, transfer_id: str) -> Shown:
+        return self._shown(await self.find(transfer_id))
 
-    async def _shown(self, transfer: Transfer) -> api.TransferInfo:
+    def _shown(self, transfer: Transfer) -> Shown:
         """With an estimate, where it has not begun."""
         if transfer.state is TransferState.PLANNED:
             nbytes, source = transfer.bytes, next((s for s in transfer.sources if s), "")
@@ -190,12 +191,12 @@ class Scheduler:
             live = self._unended.get(transfer.id)
             source = live.waits_for if live is not None else ""
         else:
-            return await transfer.info()
+            return transfer.shown()
         unsized = not nbytes and Outcome.PENDING in transfer.outcomes
         if unsized or not self._speeds.knows(transfer.target):
-            return await transfer.info()
+            return transfer.shown()
         before = self._outgoing.before(transfer)
-        return await transfer.info(
+        return transfer.shown(
             self._speeds.estimate(source, transfer.target, nbytes, before, self._at_once)
         )
 
@@ -203,12 +204,6 @@ class Scheduler:
         """Counts instead of keys. Raises `Missing`."""
         self.expire()
         return await self._records.summary(transfer_id)
-
-    async def held(self, transfer_id: str) -> tuple[api.TransferInfo, float]:
-        """A transfer, and until when its target holds what it brought (0: not at all)."""
-        transfer = await self.find(transfer_id)
-        until = transfer.holds_until
-        return await transfer.info(), until
 
     async def page(self, after: str | None, limit: int) -> api.TransferList:
         """In order of creation, counts instead of keys."""
@@ -224,7 +219,7 @@ class Scheduler:
     def closing(self) -> bool:
         return self._watchers.closed
 
-    async def cancel(self, transfer_id: str) -> api.TransferInfo:
+    async def cancel(self, transfer_id: str) -> Shown:
         """One that has ended stays as it is, and its target is told to hold its chunks no more."""
         transfer = await self.find(transfer_id)
         if not transfer.state.ended:
@@ -232,7 +227,7 @@ class Scheduler:
             # The same, or what SQL has: it may have ended at another server first.
             transfer = await self.find(transfer_id)
             if transfer.state is TransferState.CANCELLED:
-                return await transfer.info()
+                return transfer.shown()
         until = transfer.holds_until
         if until > self._clock():
             transfer.released = True
@@ -242,7 +237,7 @@ class Scheduler:
             )
             self._outgoing.notify(transfer.target, transfer_id, until)
             await self._records.written(transfer_id)
-        return await transfer.info()
+        return transfer.shown()
 
     async def find(self, transfer_id: str) -> Transfer:
         """As it is told of (`records`). Raises `Missing`."""
@@ -389,7 +384,7 @@ class Scheduler:
         transfer: Transfer,
         state: TransferState | None,
         detail: str,
-        changed: Iterable[int] = (),
+        changed: Sequence[int] = (),
     ) -> EndTransfer:
         """None: by its target, as the outcomes say."""
         known_to_target = transfer.offered is not None or transfer.state is TransferState.RUNNING

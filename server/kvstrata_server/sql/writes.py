@@ -6,8 +6,9 @@ how many rows it touches, which is what the writer's queue is bounded by.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 from sqlalchemy import Table, delete, select, update
@@ -245,8 +246,9 @@ async def _upsert(
 
 
 async def many(
-    connection: AsyncConnection, statement: Any, rows: Sequence[Mapping[str, Any]]
+    connection: AsyncConnection, statement: Any, rows: Iterable[Mapping[str, Any]]
 ) -> None:
-    """One statement for each row."""
-    for start in range(0, len(rows), _SLICE):
-        await connection.execute(statement, list(rows[start : start + _SLICE]))
+    """One statement for each row. Rows that are made on the way are made a slice at a time."""
+    left = iter(rows)
+    while part := list(islice(left, _SLICE)):
+        await connection.execute(statement, part)
