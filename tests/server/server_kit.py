@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -16,6 +19,7 @@ from kvstrata.control import ControlPlane
 from kvstrata.keys import Field, Group, Namespace
 from kvstrata_server.app import create_app
 from kvstrata_server.plane import ControlState
+from kvstrata_server.sql.database import Database
 
 NAMESPACE = Namespace(
     model="tiny",
@@ -70,12 +74,35 @@ def database_url(path: Path | str) -> str:
     return f"sqlite+aiosqlite:///{path / 'control.sqlite'}"
 
 
+def lay_out(path: Path) -> None:
+    """A migrated database in a folder that has none yet."""
+    file = path / "control.sqlite"
+    if not file.exists():
+        file.write_bytes(_migrated())
+
+
+@cache
+def _migrated() -> bytes:
+    """To copy: migrating one for each test would take most of the time."""
+
+    async def migrate(path: Path) -> None:
+        database = Database(database_url(path))
+        await database.migrate()
+        await database.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(migrate(Path(folder)))
+        return (Path(folder) / "control.sqlite").read_bytes()
+
+
 @asynccontextmanager
 async def running(
     path: Path | str, clock: TurnedClock | None = None, token: str = "", **settings: object
 ) -> AsyncIterator[Running]:
     """The app on the database in `path`, opened, with clients that need no network."""
     clock = clock or TurnedClock()
+    if isinstance(path, Path):
+        await asyncio.to_thread(lay_out, path)
     app = create_app(
         ServerSettings(database=database_url(path), token=token, heartbeat_ttl=TTL, **settings),
         clock=clock,

@@ -10,7 +10,6 @@ import asyncio
 import random
 import shutil
 import tempfile
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,29 +17,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from nodes_kit import SHARED, NodeProcess
-from server_kit import NAMESPACE, TurnedClock, database_url
+from server_kit import NAMESPACE, TurnedClock, database_url, lay_out
 
 from kvstrata import api
 from kvstrata.config import ServerSettings
 from kvstrata.errors import Expired, Missing
 from kvstrata_server.plane import ControlState
-from kvstrata_server.sql.database import Database
 
 NODES = ("a", "b")
-
-
-@cache
-def migrated() -> Path:
-    """A database to copy: migrating one for every example would take most of the time."""
-    path = Path(tempfile.mkdtemp())
-    database = Database(database_url(path))
-
-    async def make() -> None:
-        await database.migrate()
-        await database.close()
-
-    asyncio.run(make())
-    return path / "control.sqlite"
 
 
 class Convergence(RuleBasedStateMachine):
@@ -48,7 +32,7 @@ class Convergence(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.path = Path(tempfile.mkdtemp())
-        shutil.copy(migrated(), self.path / "control.sqlite")
+        lay_out(self.path)
         self.clock = TurnedClock()
         self.nodes: dict[str, NodeProcess] = {}
         self.sent: list[tuple[str, api.Report]] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from nodes_kit import SHARED, NodeProcess
-from server_kit import NAMESPACE, TurnedClock, database_url
+from server_kit import NAMESPACE, TurnedClock, database_url, lay_out
 
 from kvstrata import api
 from kvstrata.config import ServerSettings
@@ -152,9 +152,7 @@ class Simulation:
     ids=["small", "full"],
 )
 async def test_it_converges_to_what_the_nodes_hold(tmp_path: Path, nodes: int, chunks: int) -> None:
-    made = ControlState(ServerSettings(database=database_url(tmp_path)), TurnedClock())
-    await made.database.migrate()
-    await made.database.close()
+    await asyncio.to_thread(lay_out, tmp_path)
     it = Simulation(database_url(tmp_path), nodes, chunks, seed=1)
     await it.start_server()
     names = list(it.nodes)
