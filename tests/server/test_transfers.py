@@ -338,7 +338,7 @@ async def test_a_dry_run_plans_and_keeps_nothing(tmp_path):
         await r.control.report("b", report(0, host(keys(2)), store("sb", keys(3))))
         made = await ask(r, 0, 1, 2, 3, 9, dry_run=True)
         assert made.state is S.PLANNED
-        assert made.bytes == 3 * CHUNK_BYTES
+        assert made.bytes == 2 * CHUNK_BYTES
         assert [(k.outcome, k.source) for k in made.keys] == [
             ("pending", "a"),
             ("pending", "a"),
@@ -350,6 +350,25 @@ async def test_a_dry_run_plans_and_keeps_nothing(tmp_path):
         assert (await r.control.transfers()).transfers == []
         with pytest.raises(Missing):
             await r.control.get_transfer(made.id)
+
+
+async def test_what_the_target_s_own_store_has_is_taken_from_there(tmp_path):
+    """Two nodes on one mount: the bytes need not come from the other."""
+    async with running(tmp_path) as r:
+        for node in ("a", "b"):
+            await join(r.control, node, stores=("shared",))
+        await r.control.report("a", report(0, host(keys(0, 1)), store("shared", keys(0, 1))))
+        planned = await ask(r, 0, 1, dry_run=True)
+        assert [(k.outcome, k.source) for k in planned.keys] == [("pending", "b")] * 2
+        assert (planned.bytes, planned.kv_transfer_params) == (0, {})
+        # They come into its memory all the same.
+        planned = await ask(r, 0, 1, dry_run=True, byte_budget=CHUNK_BYTES)
+        assert outcomes(planned) == [Outcome.PENDING, Outcome.NO_ROOM]
+        # What comes up from a store may evict: then from the other's memory.
+        planned = await ask(r, 0, 1, dry_run=True, free_only=True)
+        assert [(k.outcome, k.source) for k in planned.keys] == [("pending", "a")] * 2
+        prefetch = await ask(r, 0, 1, source="own", dry_run=True)
+        assert prefetch.bytes == 2 * CHUNK_BYTES
 
 
 async def test_a_dry_run_counts_within_the_budget(tmp_path):

@@ -80,8 +80,10 @@ class TransferRequest(_Terms):
     `source` is a node id or `any`. `deadline` is seconds from now. `hold` is how long the target
     keeps the chunks leased after they arrived, so that the request that needs them finds them.
     `source` may also be `own`: the target promotes from its own tiers, and asks no other node.
-    `byte_budget` is the most bytes to move: keys past it end as `no_room`. Of two transfers to
-    one node the one of higher `priority` is handed out first. Repeated keys count once.
+    The target's own tiers are asked first in any case, but for `free_only`. `byte_budget` is the
+    most bytes to bring into its host memory, from wherever: keys past it end as `no_room`. Of two
+    transfers to one node the one of higher `priority` is handed out first. Repeated keys count
+    once.
     `free_only`, from other nodes: what finds no free room at the target ends as `no_room`, and
     nothing is evicted.
     """
@@ -137,7 +139,8 @@ class KeyOutcome(Answer):
     key: str
     outcome: Outcome
     source: str | None = None
-    """Node the bytes came from; of a dry run, where they would come from."""
+    """Node the bytes came from; of a dry run, where they would come from: the target itself, if
+    from its own stores."""
 
 
 class TransferSummary(Answer):
@@ -152,7 +155,8 @@ class TransferSummary(Answer):
     ended: float | None = None
     detail: str = ""
     bytes: int = 0
-    """Bytes moved; of a dry run, bytes that would be moved (0 where sizes are unknown)."""
+    """Bytes that came from other nodes; of a dry run, that would, or if it is of a prefetch, that
+    would come up from the node's own tiers (0 where sizes are unknown)."""
     counts: dict[Outcome, int] = {}
     """How many keys have each outcome."""
 

@@ -226,9 +226,14 @@ class Outgoing:
                 return commands, last
             effort -= max(len(transfer.keys), _LEAST_PLANNED)
             planned = plan(
-                self._cluster, transfer.keys, node, transfer.source, transfer.byte_budget
+                self._cluster,
+                transfer.keys,
+                node,
+                transfer.source,
+                transfer.byte_budget,
+                transfer.free_only,
             )
-            best = planned.sources[0].id if planned.sources else ""
+            best = planned.first.id if planned.first else ""
             transfer.planned, transfer.waits_for = now, best
             turn = self._turn(transfer)
             held_up = self._turns.holds_up(turn)

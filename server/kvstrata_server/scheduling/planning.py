@@ -40,20 +40,34 @@ _NO_ROOM = Expected(Outcome.NO_ROOM)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sources best first, what to expect per key in request order, and the bytes to move."""
+    """Sources best first, what to expect per key in request order, and in bytes what comes from
+    other nodes, and what comes into the target's memory: from them, and from its own stores."""
 
     sources: Sequence[Node]
     expected: Sequence[Expected]
     bytes: int
+    arriving: int
+
+    @property
+    def first(self) -> Node | None:
+        """The best source of those that are needed."""
+        needed = {each.source for each in self.expected if each.outcome is Outcome.PENDING}
+        return next((source for source in self.sources if source.id in needed), None)
 
 
 def plan(
-    cluster: Cluster, keys: Sequence[Key], target: Node, source: str, byte_budget: int | None
+    cluster: Cluster,
+    keys: Sequence[Key],
+    target: Node,
+    source: str,
+    byte_budget: int | None,
+    free_only: bool = False,
 ) -> Plan:
     """Sources that are up and can be reached, by how much they hold, host memory first.
 
     `OWN` has none. A named source stays the only one, whether the index believes it holds anything
-    or not.
+    or not. As nodes do it (`kvstrata.node.pulls`), the target's own stores come before other
+    nodes, but not with `free_only`: what is brought up from them may evict.
     """
     if source == ANY:
         candidates = [n for n in cluster.up() if n is not target and n.peer_address]
@@ -72,24 +86,31 @@ def plan(
         candidates,
         key=lambda n: (not n.healthy, -hosting.get(n.id, 0), -holding.get(n.id, 0), n.id),
     )
-    expected, size = _within_budget(
-        cluster, keys, _expected(held, of_host, of_all, target, ranked), byte_budget
+    own = () if free_only else (target,)
+    expected, moved, arriving = _within_budget(
+        cluster, target, keys, _expected(held, of_host, of_all, target, own, ranked), byte_budget
     )
     if source == ANY:
         ranked = [node for node in ranked if node.id in holding][:_MAX_SOURCES]
-    return Plan(ranked, expected, size)
+    return Plan(ranked, expected, moved, arriving)
 
 
 def _expected(
-    held: Held, of_host: Bools, of_all: Bools, target: Node, ranked: Sequence[Node]
+    held: Held,
+    of_host: Bools,
+    of_all: Bools,
+    target: Node,
+    own: Sequence[Node],
+    ranked: Sequence[Node],
 ) -> list[Expected]:
-    """Per key: what is in the target's host memory is there; else it comes from the first that has
-    it in its own, or from a store, at best of the target."""
+    """Per key: what is in the target's host memory is there; else it comes from its stores (`own`),
+    from the first that has it in its host memory, or from a store of another."""
     columns = {node: column for column, node in enumerate(held.nodes)}
     choices = [
         (target, of_host, Expected(Outcome.PRESENT)),
+        *((node, of_all, Expected(Outcome.PENDING, node.id)) for node in own),
         *((node, of_host, Expected(Outcome.PENDING, node.id)) for node in ranked),
-        *((node, of_all, Expected(Outcome.PENDING, node.id)) for node in (target, *ranked)),
+        *((node, of_all, Expected(Outcome.PENDING, node.id)) for node in ranked),
     ]
     offers = [(sets[:, columns[n.id]], what) for n, sets, what in choices if n.id in columns]
     offers.append((np.ones(len(held.sets), bool), Expected(Outcome.MISSING)))
@@ -98,10 +119,15 @@ def _expected(
 
 
 def _within_budget(
-    cluster: Cluster, keys: Sequence[Key], expected: list[Expected], budget: int | None
-) -> tuple[list[Expected], int]:
+    cluster: Cluster,
+    target: Node,
+    keys: Sequence[Key],
+    expected: list[Expected],
+    budget: int | None,
+) -> tuple[list[Expected], int, int]:
+    """Also the bytes from other nodes, and all that come into the target's memory."""
     known: dict[bytes, int] = {}
-    total = 0
+    moved = total = 0
     for i, (key, each) in enumerate(zip(keys, expected, strict=True)):
         if each.outcome is Outcome.PENDING:
             prefix = key[:_PREFIX_BYTES]
@@ -112,7 +138,9 @@ def _within_budget(
                 expected[i] = _NO_ROOM
             else:
                 total += size
-    return expected, total
+                if each.source != target.id:
+                    moved += size
+    return expected, moved, total
 
 
 def hints(transfer: str, keys: Sequence[Key], source: Node | None) -> dict[str, Any]:

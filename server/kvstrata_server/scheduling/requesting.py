@@ -49,7 +49,7 @@ async def transfer_of(
     budget = asked.byte_budget
     if admission is not None:
         budget = admission.budget(keys, budget)
-    planned = plan(cluster, keys, target, asked.source, budget)
+    planned = plan(cluster, keys, target, asked.source, budget, asked.free_only)
     await asyncio.sleep(0)
     cluster.require_target(asked.target)  # still
     transfer = Transfer(
@@ -69,12 +69,12 @@ async def transfer_of(
         request_digest=digest,
         free_only=asked.free_only,
     )
-    transfer.hints = hints(transfer.id, keys, next(iter(planned.sources), None))
+    transfer.hints = hints(transfer.id, keys, planned.first)
     if asked.dry_run:
         transfer.state = TransferState.PLANNED
         transfer.outcomes = [e.outcome for e in planned.expected]
         transfer.sources = [e.source for e in planned.expected]
-        transfer.bytes = planned.bytes
+        transfer.bytes = planned.arriving if asked.source == OWN else planned.bytes
     if admission is not None:
         admission.admit(transfer, planned, asked.byte_budget)
     return transfer

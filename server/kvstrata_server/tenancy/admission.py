@@ -124,7 +124,7 @@ class Admission:
                 for key, outcome in zip(transfer.keys, outcomes, strict=True)
                 if outcome is Outcome.PENDING
             ]
-            claim = _Claim(transfer.target, keys, planned.bytes, self._clock())
+            claim = _Claim(transfer.target, keys, planned.arriving, self._clock())
             self._claims.setdefault(tenant, {})[transfer.id] = claim
 
     async def arrivals(self, pace: Pace) -> Callable[[], None]:
