@@ -99,6 +99,7 @@ class ControlState:
             self.metrics,
             clock,
             self.database.shared,
+            lambda: self.follower.current_since if self.database.shared else 0.0,
         )
         self.turns = Turns(
             settings.transfers_per_node,

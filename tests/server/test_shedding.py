@@ -295,6 +295,7 @@ async def test_after_a_restart_too_where_nodes_have_nothing_to_report(postgres_a
             await heard(first, second)
         await limit(first, 10)
         await second.state.quotas.load()
+        first.clock.advance(1)
         for server in (first, second):
             await server.state.usage.refresh()
             await server.state.shedding.look()
@@ -339,3 +340,84 @@ async def test_what_sql_takes_late_is_not_asked_for_again_meanwhile(tmp_path, mo
         for _ in range(4):
             await look(r, 3)
         assert await told(r, "a") == []
+
+
+async def look_at(r, node, seconds):
+    """Some time passes, and this server, which is told by one node, counts and acts."""
+    r.clock.advance(seconds)
+    await r.control.heartbeat(node, api.HeartbeatRequest(incarnation="i1", host=USE))
+    await r.state.usage.refresh()
+    await r.state.shedding.look()
+
+
+async def over_by_half(first, second):
+    """Each server has asked its node for its part of what is too much, and neither was told."""
+    for server, node, count in ((first, "a", 60), (second, "b", 40)):
+        await join(server.control, node)
+        await put(server, node, 0, host=count)
+    await limit(first, 50)
+    await second.state.quotas.load()
+    await heard(first, second)
+    for server, node in ((first, "a"), (second, "b")):
+        await look_at(server, node, 0.5)
+    await heard(first, second)
+    (of_a,), (of_b,) = await told(first, "a"), await told(second, "b")
+    assert (of_a.amounts, of_b.amounts) == (
+        {"host": 32 * CHUNK_BYTES},
+        {"host": 21 * CHUNK_BYTES},
+    )
+    return of_a, of_b
+
+
+async def give_up(server, node, command, chunks):
+    await server.control.report(node, report(1, host(removed=names(chunks))))
+    await say(server, node, command, chunks, reported=True)
+
+
+async def test_who_reads_late_what_others_were_told_asks_for_nothing(postgres_address):
+    async with two(postgres_address) as (first, second):
+        of_a, of_b = await over_by_half(first, second)
+        async with second.state.follower._reading:
+            await give_up(first, "a", of_a, 32)
+            await give_up(second, "b", of_b, 21)
+            for _ in range(2):
+                await look_at(second, "b", 3)
+                assert second.state.usage.of("acme").chunks == 79
+                assert await told(second, "b") == []
+        for _ in range(4):
+            await look_at(first, "a", 3)
+            await heard(first, second)
+            await look_at(second, "b", 1)
+            assert await told(second, "b") == []
+
+
+async def test_what_others_ask_for_is_waited_for_before_more_is(postgres_address):
+    async with two(postgres_address) as (first, second):
+        of_a, of_b = await over_by_half(first, second)
+        may_write, write_batch = asyncio.Event(), first.state.writer.write_batch
+
+        async def late():
+            await may_write.wait()
+            await write_batch()
+
+        first.state.writer.write_batch = late
+        # One that is under way may come before.
+        first.state.follower.tell()
+        giving = asyncio.create_task(give_up(first, "a", of_a, 32))
+        await give_up(second, "b", of_b, 21)
+        for _ in range(3):
+            await heard(second)
+            await look_at(second, "b", 3)
+            assert await told(second, "b") == []
+        may_write.set()
+        await giving
+        for _ in range(4):
+            await look_at(first, "a", 3)
+            await heard(first, second)
+            await look_at(second, "b", 1)
+            assert await told(second, "b") == []
+        await put(second, "b", 2, host=40)
+        await heard(first, second)
+        await look_at(second, "b", 1)
+        (again,) = await told(second, "b")
+        assert again.amounts["host"] == 13 * CHUNK_BYTES  # of 21, as b has 40 of 68

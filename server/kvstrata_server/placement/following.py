@@ -49,6 +49,8 @@ LOG_RETENTION = 120.0
 
 _INTERVAL = 0.2
 _WAITS = (0.0, 0.1, 0.3)
+# Who has not read the log to its end for so long does not know what others were told.
+_CURRENT = 2.0
 _PAGE = 200
 
 
@@ -125,6 +127,8 @@ class Follower:
         self._read_at: float | None = None
         self._reading = asyncio.Lock()
         self._page = _PAGE
+        self._current: tuple[float, float] | None = None
+        """Since when the log was always read to its end, and when it was last."""
         self._telling = 0
         """The position of the writer with which SQL has who was heard."""
 
@@ -172,7 +176,7 @@ class Follower:
         if self._behind:
             await self._reload()
             self._behind = False
-        page = self._page
+        page, began = self._page, self._clock()
         try:
             rows = await self._database.rows(newer(self.position, page))
         except Busy:
@@ -194,7 +198,18 @@ class Follower:
                 self._follow(row.id, row.entry, row.age)
                 await asyncio.sleep(0)  # a snapshot takes milliseconds: let lookups in between
             self.position = row.id
+        if len(rows) < page:
+            since = self.current_since
+            self._current = began if since is None else since, began
         return len(rows) == page
+
+    @property
+    def current_since(self) -> float | None:
+        """From when on this server knew what the others had written a moment before; None: it
+        doesn't now."""
+        if self._current is None or self._clock() - self._current[1] > _CURRENT:
+            return None
+        return self._current[0]
 
     def tell(self) -> None:
         """Log the nodes that were heard since the last call, unless such an entry waits for SQL;

@@ -5,7 +5,8 @@ store that nodes share is asked of one of them. Looked at after each count:
 
     the tenant holds                            then
     no more than its quota                      nothing
-    more, and an eviction of it runs            nothing: what that brings is not known yet
+    more, and an eviction of it runs            nothing: what that brings is not known yet; of those
+                                                that other servers asked for, too, but at first
     more, and one ended a moment ago            nothing: the count may not have it
     more, and some that was dropped is not      nothing, until the tenant holds so much less: else
     reported                                    it would be asked for twice; or for two minutes
@@ -14,7 +15,8 @@ store that nodes share is asked of one of them. Looked at after each count:
     more                                        an eviction, until it is at `_AIM` of the quota
 
 Of servers that share a database each asks the nodes that spoke to it last, by shares that all of
-them work out alike. What is asked for is kept as an eviction, and goes on after a restart.
+them work out alike: of what was counted before a server knew what the others were told it asks for
+nothing. What is asked for is kept as an eviction, and goes on after a restart.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvstrata import api
@@ -76,8 +78,10 @@ class Shedding:
         metrics: Metrics,
         clock: Clock,
         shared: bool,
+        current_since: Callable[[], float | None] = lambda: 0.0,
     ) -> None:
-        """`shared`: other servers use the database, and ask their own nodes."""
+        """`shared`: other servers use the database, and ask their own nodes. `current_since()`:
+        from when on this one knew all that those were told; None: it doesn't now."""
         self._cluster = cluster
         self._quotas = quotas
         self._usage = usage
@@ -87,6 +91,9 @@ class Shedding:
         self._shared = shared
         self._looked_at: float | None = None
         self._last: dict[str, _Last] = {}
+        self._current_since = current_since
+        self._elsewhere: set[str] = set()
+        """Tenants of whose chunks nodes of other servers were to give some up at the last look."""
 
     async def run(self) -> None:
         while True:
@@ -99,8 +106,12 @@ class Shedding:
         if counted is None or counted == self._looked_at or self._cluster.awaited():
             return
         self._looked_at = counted
+        since = self._current_since()
+        if since is None or counted < since:
+            return
         over = {q.tenant: q for q in self._quotas.all() if self._excess(q) > 0}
         self._last = {tenant: last for tenant, last in self._last.items() if tenant in over}
+        self._elsewhere &= over.keys()
         try:
             for quota in over.values():
                 if await self._may_ask(quota.tenant, counted):
@@ -114,7 +125,14 @@ class Shedding:
 
     async def _may_ask(self, tenant: str, counted: float) -> bool:
         last, held = self._last.get(tenant), self._usage.of(tenant).chunks
-        if any(self._is_ours(node) for node in self._evictions.shedding(tenant)):
+        asked = self._evictions.shedding(tenant)
+        ours = {node for node in asked if self._is_ours(node)}
+        # Reports come before the word that it is done, but this count may have been before both.
+        elsewhere = asked > ours or tenant in self._elsewhere
+        self._elsewhere.discard(tenant)
+        if asked > ours:
+            self._elsewhere.add(tenant)
+        if ours:
             running = self._evictions.sheds_of(tenant)
             if running and (last is None or last.ended is not None):
                 # From before this server's start, or by the server that the node was at then; or
@@ -123,7 +141,7 @@ class Shedding:
             return False
         if last is None:
             return True
-        if last.ended is None and not await self._note_end(last):
+        if elsewhere or (last.ended is None and not await self._note_end(last)):
             return False
         ended = last.ended or counted
         if last.untold and held > last.held - last.untold:
