@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 from tier_kit import PAGE, TroubledTier, find, key, make_store, payload, put, timeless
 
 from kvstrata.config import CascadeMode
+from kvstrata.keys import Key
 from kvstrata.node.store import Store
+from kvstrata.tiers.base import Item, Outcome
 
 
 @asynccontextmanager
@@ -30,6 +32,29 @@ async def settled(store: Store) -> None:
 
 
 # ---------------------------------------------------------------- second touch
+
+
+@timeless
+async def test_what_a_tier_drops_as_soon_as_it_has_said_that_it_is_there_is_gone() -> None:
+    class Fickle(TroubledTier):
+        async def store(
+            self, batch: Sequence[Item], deadline: float | None = None
+        ) -> list[Outcome]:
+            outcomes = await super().store(batch, deadline)
+            asyncio.get_running_loop().call_soon(drop, [batch[0].key])
+            return outcomes
+
+    def drop(keys: list[Key]) -> None:
+        store.placements.removed(tier.store_id, keys)
+        store.lost(tier.name, keys)
+
+    tier = Fickle()
+    async with cascading(tier, mode="write_through") as store:
+        put(store, 1, 2)
+        await settled(store)
+        [there] = [c for c in store.placements.take() if c.location == tier.store_id]
+        assert (there.added, there.removed) == ([key(2)], [key(1)])
+        assert store.cascades[0].stored == 2
 
 
 @timeless

@@ -267,27 +267,29 @@ class Cascade:
             raise
         items = [self._item(chunk) for chunk in batch]
         outcomes = await self.guard.store(
-            items, self._clock() + _DEADLINE, lambda late: self._settle(batch, late)
+            items, self._clock() + _DEADLINE, lambda late: self._settle(batch, late), self._kept
         )
         if outcomes is None:
             return [Outcome.FAILED] * len(batch)
         self._settle(batch, outcomes)
         return outcomes
 
+    def _kept(self, keys: list[Key]) -> None:
+        self._placements.added(self.guard.store_id, keys)
+        self._unstored.difference_update(keys)
+
     def _settle(self, batch: Sequence[Chunk], outcomes: Sequence[Outcome]) -> None:
         """The call is over, in time or late: nothing reads the chunks for it any more."""
         for chunk in batch:
             self._host.unpin(chunk)
         self.pinned -= sum(chunk.nbytes for chunk in batch)
-        kept: list[Key] = []
-        failed: list[Key] = []
-        for chunk, outcome in zip(batch, outcomes, strict=True):
-            is_kept = outcome in (Outcome.STORED, Outcome.PRESENT)
-            (kept if is_kept else failed).append(chunk.key)
-        self.stored += len(kept)
+        failed = [
+            chunk.key
+            for chunk, outcome in zip(batch, outcomes, strict=True)
+            if outcome not in (Outcome.STORED, Outcome.PRESENT)
+        ]
+        self.stored += len(batch) - len(failed)
         self.failed += len(failed)
-        self._placements.added(self.guard.store_id, kept)
-        self._unstored.difference_update(kept)
         self._wake.set()
         self._unpinned.set()
         if failed:
@@ -295,7 +297,7 @@ class Cascade:
             _log.warning(
                 "tier %s kept %d of %d chunks: %s",
                 self.guard.name,
-                len(kept),
+                len(batch) - len(failed),
                 len(batch),
                 sorted({o.value for o in outcomes}),
             )

@@ -192,13 +192,26 @@ class Guard:
                 self._notify()
 
     async def store(
-        self, batch: Sequence[Item], deadline: float, late: Late
+        self,
+        batch: Sequence[Item],
+        deadline: float,
+        late: Late,
+        kept: Callable[[list[Key]], None],
     ) -> Sequence[Outcome] | None:
         """An outcome per item. None: the call is overdue, and the tier may go on reading the
-        items' memory until `late` is called."""
-        return await self._move(
-            Kind.STORE, lambda: self.tier.store(batch, deadline), batch, deadline, late
-        )
+        items' memory until `late` is called.
+
+        `kept` is told what the tier has in the very moment in which it says so: what it says next
+        may be that it has dropped some of it.
+        """
+
+        async def work() -> Sequence[Outcome]:
+            outcomes = complete(await self.tier.store(batch, deadline), len(batch))
+            there = (Outcome.STORED, Outcome.PRESENT)
+            kept([item.key for item, o in zip(batch, outcomes, strict=True) if o in there])
+            return outcomes
+
+        return await self._move(Kind.STORE, work, batch, deadline, late)
 
     async def evict(self, keys: Sequence[Key]) -> list[bool]:
         """Whether each was there; of a tier that does not answer, none was."""

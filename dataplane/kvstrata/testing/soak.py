@@ -139,9 +139,8 @@ class Soak:
         self._ill = self._ill or not self._tier.usage().healthy
         self.report.unhealthy += self._ill and not self._misses
         explained = late or self._ill or self._script.injected.total() > faults
-        # An acknowledged store beside an eviction may have been undone already.
         for _, settle in calls:
-            settle(explained, len(calls) > 1)
+            settle(explained)
 
     async def _carry_out(self, calls: Sequence[Coroutine[Any, Any, None]], cancel: bool) -> bool:
         """Whether a hang made them late: their own, or one that a cancelled call left behind."""
@@ -173,7 +172,7 @@ class Soak:
     def _some(self) -> list[Key]:
         return self._random.choices(self._keys, k=self._random.randint(1, _BATCH))
 
-    def _store(self) -> tuple[Coroutine[Any, Any, None], Callable[[bool, bool], None]]:
+    def _store(self) -> tuple[Coroutine[Any, Any, None], Callable[[bool], None]]:
         keys = self._some()
         items = [Item(key, self._memory(key, self._bytes[key])) for key in keys]
         if self._random.random() < 0.5:
@@ -189,25 +188,28 @@ class Soak:
                 answers.extend(await self._tier.store(items, self._clock() + _DEADLINE))
             except OSError:
                 self.report.outcomes["store raised"] += 1
+            # At once: what is said to be gone from now on is, and what was before is there anew.
+            kept = (Outcome.STORED, Outcome.PRESENT)
+            self._held |= {k for k, o in zip(keys, answers, strict=False) if o in kept}
 
-        def settle(explained: bool, together: bool) -> None:
+        def settle(explained: bool) -> None:
             self._check_answers(answers, keys)
             for key, outcome in zip(keys, answers, strict=False):
                 self.report.outcomes[outcome] += 1
-                if outcome in (Outcome.STORED, Outcome.PRESENT):
-                    if not (together and key in self._removed):
-                        self._held.add(key)
-                    if outcome is Outcome.STORED and key not in self._script.damaged:
+                if outcome is Outcome.STORED:
+                    if key not in self._script.damaged:
                         self._harmed.discard(key)
                 elif outcome is Outcome.FAILED:
-                    self._check(explained or key in harmed, f"{key.hex()} failed to store")
-                else:
+                    # It may have been removed again while it was stored.
+                    excused = explained or key in harmed or key in self._removed
+                    self._check(excused, f"{key.hex()} failed to store")
+                elif outcome is not Outcome.PRESENT:
                     self._check(outcome is Outcome.NO_ROOM, f"a store said {outcome}")
                     self._check(self._capacity is not None, "no room, and there is no bound")
 
         return call(), settle
 
-    def _load(self) -> tuple[Coroutine[Any, Any, None], Callable[[bool, bool], None]]:
+    def _load(self) -> tuple[Coroutine[Any, Any, None], Callable[[bool], None]]:
         keys = self._some()
         held = self._held & set(keys)
         harmed = (self._harmed | self._script.damaged) & set(keys)
@@ -220,12 +222,10 @@ class Soak:
             except OSError:
                 self.report.outcomes["load raised"] += 1
 
-        def settle(explained: bool, together: bool) -> None:
+        def settle(explained: bool) -> None:
             self._check_answers(answers, keys)
             if not answers:  # raised or cancelled: what it found out is not known
-                unsure = set(keys) if explained else harmed
-                self._held -= unsure
-                self._removed |= unsure  # whatever a store beside it was told
+                self._held -= set(keys) if explained else harmed
             for item, outcome in zip(items, answers, strict=False):
                 key = item.key
                 self.report.outcomes[outcome] += 1
@@ -235,20 +235,18 @@ class Soak:
                 elif outcome is Outcome.CORRUPT:
                     self._check(explained or bad, f"{key.hex()} is corrupt without a cause")
                     self._held.discard(key)  # and still harmed, if its eviction failed too
-                    self._removed.add(key)  # whatever a store beside it was told
                 elif outcome is Outcome.MISSING:
                     gone = key not in held or key in self._removed or keys.count(key) > 1
                     self._check(gone or bad or self._ill, f"{key.hex()} is lost")
                     if bad:
                         self._held.discard(key)
-                        self._removed.add(key)
                 else:
                     self._check(outcome is Outcome.FAILED, f"a load said {outcome}")
                     self._check(explained, f"{key.hex()} failed to load without a cause")
 
         return call(), settle
 
-    def _lookup(self) -> tuple[Coroutine[Any, Any, None], Callable[[bool, bool], None]]:
+    def _lookup(self) -> tuple[Coroutine[Any, Any, None], Callable[[bool], None]]:
         keys = self._some()
         held = self._held & set(keys)
         answers: list[bool] = []
@@ -259,7 +257,7 @@ class Soak:
             except OSError:
                 self.report.outcomes["lookup raised"] += 1
 
-        def settle(explained: bool, together: bool) -> None:
+        def settle(explained: bool) -> None:
             self._check_answers(answers, keys)
             for key, here in zip(keys, answers, strict=False):
                 certain = key in held and key not in self._removed and key not in self._harmed
@@ -268,7 +266,7 @@ class Soak:
 
         return call(), settle
 
-    def _evict(self) -> tuple[Coroutine[Any, Any, None], Callable[[bool, bool], None]]:
+    def _evict(self) -> tuple[Coroutine[Any, Any, None], Callable[[bool], None]]:
         keys = list(dict.fromkeys(self._some()))[:2]
         answers: list[bool] = []
 
@@ -278,10 +276,10 @@ class Soak:
             except OSError:
                 self.report.outcomes["evict raised"] += 1
 
-        def settle(explained: bool, together: bool) -> None:
+        def settle(explained: bool) -> None:
             self._check_answers(answers, keys)
             for key, gone in zip(keys, answers, strict=False):
-                if gone and not together:
+                if gone:
                     self._check(key in self._removed, f"{key.hex()} was evicted without a word")
 
         return call(), settle
@@ -300,10 +298,10 @@ class Soak:
             await self._tier.drain()
             await self._tier.close()
             self._tier = await self._open_tier(self._context, self._script)
-        here = set(self._tier.keys())
-        for key in self._held - self._harmed - self._script.damaged:
-            self._check(key in here, f"{key.hex()} is not there after opening again")
-        self._held &= here
+        gone = await self._gone(self._held)
+        lost = gone - self._harmed - self._script.damaged
+        self._check(not lost, f"{[key.hex() for key in lost]} are not there after opening again")
+        self._held -= gone
 
     async def _finish(self) -> None:
         self._script.enabled = False
@@ -345,12 +343,16 @@ class Soak:
             self._check(use.used_bytes <= most, f"uses {use.used_bytes} of {self._capacity}")
         if self._at % 50 == 0 and not self._misses and use.healthy:
             sure = self._held - self._harmed - self._script.damaged
-            # One may lie on a medium that others use too, and this tier have lost sight of it.
-            lacking = sorted(sure - set(self._tier.keys()))
-            with self._script.quiet():
-                found = await self._tier.lookup(lacking)
-            told = [key.hex() for key, here in zip(lacking, found, strict=True) if not here]
-            self._check(not told, f"{told} are lost")
+            gone = await self._gone(sure)
+            self._check(not gone, f"{[key.hex() for key in gone]} are lost")
+
+    async def _gone(self, keys: set[Key]) -> set[Key]:
+        """Which of them are not there: neither known, nor found. A tier may have lost sight of one
+        on a medium that others use too, or not have recovered it yet."""
+        lacking = sorted(keys - set(self._tier.keys()))
+        with self._script.quiet():
+            found = await self._tier.lookup(lacking)
+        return {key for key, here in zip(lacking, found, strict=True) if not here}
 
     def _check(self, holds: bool, what: str) -> None:
         if not holds:

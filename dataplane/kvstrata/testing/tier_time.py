@@ -116,8 +116,17 @@ class TimeTests(TierHooks):
         items = self.items(0, 12)
         await self.fill(tier, items[:6])
         keys = [item.key for item in items]
-        await asyncio.gather(*(tier.store(items) for _ in range(4)), tier.evict(keys))
+        told: dict[Key, int] = {}
+
+        async def store() -> None:
+            outcomes = await tier.store(items)
+            there = [i.key for i, o in zip(items, outcomes, strict=True) if o in (STORED, PRESENT)]
+            told.update(dict.fromkeys(there, len(removed)))
+
+        await asyncio.gather(*(store() for _ in range(4)), tier.evict(keys))
         held = set(tier.keys())
+        for key in told.keys() - held:
+            assert key in removed[told[key] :], "acknowledged after it was said to be gone"
         assert tier.usage().chunks == len(held)
         assert await tier.lookup(keys) == [key in held for key in keys]
         there = [item for item in items if item.key in held]

@@ -11,6 +11,8 @@ Rules a tier keeps:
   - The memory of an item is read or written only while its call runs. A call that passes its
     deadline still returns only when nothing of it touches that memory any more. (The node
     doesn't wait for it: it counts the call as failed and keeps the memory from other use.)
+  - What a store acknowledges and what `on_removed` says are believed in the order in which they
+    come: a chunk that went while its batch was stored is not acknowledged.
   - Conditions of one key (missing, corrupt, full, failed) are outcomes, not exceptions.
   - After `close` every call raises `LinkBroken`.
 """
@@ -42,7 +44,7 @@ class Outcome(enum.StrEnum):
     MISSING = "missing"  # not there
     CORRUPT = "corrupt"  # was there, failed verification, set aside
     NO_ROOM = "no_room"  # refused by capacity or a full device
-    FAILED = "failed"  # an I/O error or a deadline; may work later
+    FAILED = "failed"  # an I/O error, a deadline, or gone again at once; may work later
 
 
 @dataclass(frozen=True, slots=True)

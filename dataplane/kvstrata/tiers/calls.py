@@ -57,6 +57,10 @@ class Calls:
         if self._closed:
             raise LinkBroken(f"{self._name} tier is closed")
 
+    def running_alone(self) -> bool:
+        """Whether at most one call runs."""
+        return len(self._running) <= 1
+
     @contextlib.contextmanager
     def running(self, deadline: float | None) -> Iterator[Call]:
         """Around the body of a call. Raises `LinkBroken` if closed."""

@@ -18,6 +18,7 @@ and how that ends, is in `fs_health`; what goes on in the background in `fs_upke
     fs_health    what is wrong with it        fs_news        what they tell each other
     fs_threads   threads that may hang        fs_system      the system's calls, to be faked
     fs_work      what they do to a chunk      fs_options     what can be set
+    drops        what crosses a removal
 """
 
 from __future__ import annotations
@@ -49,9 +50,8 @@ _log = logging.getLogger(__name__)
 # Closing waits no longer for calls that run, and opening for a mount that doesn't answer.
 _CLOSE_SECONDS = 10.0
 _OPEN_DEADLINES = 3
-# At a chunk that is removed again and again while it is stored.
-_LOOKS = 4
 _MISSING = Outcome.MISSING
+_KEPT = (Outcome.STORED, Outcome.PRESENT)
 
 
 class FsTier(Tier):
@@ -98,11 +98,12 @@ class FsTier(Tier):
                 return [False] * len(keys)
             unknown = [key for key in dict.fromkeys(keys) if key not in core.index]
             if unknown:
+                mark = core.drops.mark()
                 probed = await core.probers.spread(
                     call, core.work.probe, unknown, LATE, memory=False
                 )
                 for key, d in zip(unknown, probed, strict=True):
-                    if d.outcome is Outcome.PRESENT:
+                    if d.outcome is Outcome.PRESENT and not core.drops.since(key, mark):
                         core.index.learn(key, d.disk_bytes, d.time)
                 core.report(probed)
                 if core.health.stops_loads:
@@ -124,7 +125,7 @@ class FsTier(Tier):
                     wanted.append(batch[i])
                 else:
                     outcomes[batch[i].key] = refusal
-            mark, began = core.mark(), core.now()
+            mark, began = core.drops.mark(), core.now()
             there, present, absent = await self._confirm(call, wanted)
             admitted, claim = await self._admit(call, absent, keep=first.keys())
             try:
@@ -132,10 +133,12 @@ class FsTier(Tier):
                 done = await core.writers.spread(call, core.work.store, admitted, LATE)
                 done = await self._try_again_if_full(call, admitted, done, keep=first.keys())
                 items, done = [*there, *admitted], [*present, *done]
-                await self._settle_store(call, items, done, mark, began)
+                gone = await self._settle_store(call, items, done, mark, began)
             finally:
                 core.claimed -= claim
             outcomes |= {x.key: d.outcome for x, d in zip(items, done, strict=True)}
+            # Whoever is told of the removal first must not be told then that it is there.
+            outcomes |= dict.fromkeys(gone, Outcome.FAILED)
             again = outcomes | {
                 key: Outcome.PRESENT for key, o in outcomes.items() if o is Outcome.STORED
             }
@@ -150,7 +153,7 @@ class FsTier(Tier):
             if core.health.stops_loads:
                 return [Outcome.FAILED] * len(batch)
             keys = [item.key for item in batch]
-            expired, known, mark = self._expired(keys), core.index_of(keys), core.mark()
+            expired, known, mark = self._expired(keys), core.index_of(keys), core.drops.mark()
             wanted = [item for item in batch if item.key not in expired]
             done = await core.readers.spread(call, core.work.load, wanted, LATE)
             self._settle_load(wanted, done, known, mark)
@@ -291,43 +294,36 @@ class FsTier(Tier):
 
     async def _settle_store(
         self, call: Call, items: Sequence[Item], done: Sequence[Done], mark: int, began: float
-    ) -> None:
+    ) -> set[Key]:
+        """Take up what is there now; what is gone again. To be answered at once."""
         core = self._core
         gone = await self._removed_again(call, items, done, mark)
         held, new = [], set()
         for item, d in zip(items, done, strict=True):
-            if d.outcome in (Outcome.STORED, Outcome.PRESENT) and item.key not in gone:
+            if d.outcome in _KEPT and item.key not in gone:
                 held.append(Held(item.key, d.disk_bytes, d.parent))
+                if d.outcome is Outcome.STORED:
+                    new.add(item.key)
             if d.outcome is Outcome.STORED:
-                new.add(item.key)
                 core.counters["stored"] += 1
                 core.counters["store_bytes"] += item.view.nbytes
                 core.counters["direct"] += d.direct
         core.hold(held, new, began)
         core.report(done)
+        return gone
 
     async def _removed_again(
         self, call: Call, items: Sequence[Item], done: Sequence[Done], mark: int
     ) -> set[Key]:
         """Which of those there are gone again, or may be: removed while we stored them."""
         core = self._core
-        doubtful = [
-            item.key
-            for item, d in zip(items, done, strict=True)
-            if d.outcome in (Outcome.STORED, Outcome.PRESENT)
-        ]
-        gone: set[Key] = set()
-        for _ in range(_LOOKS):
-            doubtful = [key for key in doubtful if core.dropped_since(key, mark)]
-            if not doubtful:
-                break
-            mark = core.mark()
-            probed = await core.probers.spread(call, core.work.probe, doubtful, LATE, memory=False)
-            for key, d in zip(list(doubtful), probed, strict=True):
-                if d.outcome is not Outcome.PRESENT:
-                    gone.add(key)
-                    doubtful.remove(key)
-        return gone.union(doubtful)
+
+        async def there(keys: list[Key]) -> list[bool]:
+            probed = await core.probers.spread(call, core.work.probe, keys, LATE, memory=False)
+            return [d.outcome is Outcome.PRESENT for d in probed]
+
+        kept = [i.key for i, d in zip(items, done, strict=True) if d.outcome in _KEPT]
+        return await core.drops.gone(kept, mark, there)
 
     def _settle_load(
         self, items: Sequence[Item], done: Sequence[Done], known: Collection[Key], mark: int
@@ -337,8 +333,7 @@ class FsTier(Tier):
         gone: list[Key] = []
         for item, d in zip(items, done, strict=True):
             if d.outcome is Outcome.LOADED:
-                if not core.dropped_since(item.key, mark):
-                    held.append(Held(item.key, d.disk_bytes, d.parent))
+                held.append(Held(item.key, d.disk_bytes, d.parent))
                 core.counters["loaded"] += 1
                 core.counters["load_bytes"] += item.view.nbytes
                 core.counters["direct"] += d.direct
@@ -350,7 +345,8 @@ class FsTier(Tier):
                 core.counters["corrupt"] += d.set_aside
             elif d.outcome is Outcome.MISSING and item.key in known and core.drop(item.key):
                 gone.append(item.key)
-        core.hold(held, (), 0.0)
+        # Removed by others since, or found damaged by another of this batch.
+        core.hold([h for h in held if not core.drops.since(h.key, mark)], (), 0.0)
         core.announce(gone)
         core.report(done)
 

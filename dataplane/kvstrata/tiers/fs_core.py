@@ -16,6 +16,7 @@ from kvstrata.errors import Expired
 from kvstrata.keys import Key
 from kvstrata.tiers.base import Item, Outcome, TierContext
 from kvstrata.tiers.calls import Call, Calls
+from kvstrata.tiers.drops import Drops
 from kvstrata.tiers.fs_files import DIRECT_FROM, ChunkFiles
 from kvstrata.tiers.fs_health import Condition, Health
 from kvstrata.tiers.fs_index import Held, Index
@@ -39,10 +40,6 @@ _POLL = 0.05
 
 class FsCalls(Calls):
     """Calls of which some may never come back."""
-
-    def running_alone(self) -> bool:
-        """Whether at most one call runs."""
-        return len(self._running) <= 1
 
     def stop_running(self) -> None:
         """Begin no further item of those that run."""
@@ -103,8 +100,7 @@ class Core:
         """Bytes promised to stores that have not settled."""
         self.gone: dict[Key, None] | None = None
         """What was dropped since the walk that goes on began; None: no walk."""
-        self._drops: dict[Key, int] = {}
-        self._drop_count = 0
+        self.drops = Drops(self.calls)
         self.recovered = False
         self.closing: asyncio.Future[None] | None = None
         self.counters = dict.fromkeys(
@@ -146,16 +142,6 @@ class Core:
 
     # ------------------------------------------------------------ the index
 
-    def mark(self) -> int:
-        """A moment, for `dropped_since`: when a call begins."""
-        if self.calls.running_alone():
-            self._drops.clear()
-        return self._drop_count
-
-    def dropped_since(self, key: Key, mark: int) -> bool:
-        """Whether what a thread saw of a key since may be gone again."""
-        return self._drops.get(key, 0) > mark
-
     def index_of(self, keys: Iterable[Key]) -> set[Key]:
         """Those that are held now."""
         return {key for key in keys if key in self.index}
@@ -176,8 +162,7 @@ class Core:
     def drop(self, key: Key) -> bool:
         if self.gone is not None:
             self.gone[key] = None
-        self._drop_count += 1
-        self._drops[key] = self._drop_count
+        self.drops.note(key)
         return self.index.drop(key)
 
     def announce(self, removed: Collection[Key]) -> None:
@@ -189,6 +174,7 @@ class Core:
         keys = list(self.index)
         for key in keys:
             self.drop(key)
+        self.drops.note_all()
         self.announce(keys)
         self.shared.forget()
 
@@ -238,7 +224,9 @@ class Core:
             if fenced and not may:
                 break
             known = self.index_of(batch)
-            done = await self.writers.spread(call, self.work.unlink, batch, LATE, memory=False)
+            done = await self.writers.spread(
+                call, self.work.unlink, batch, LATE, memory=False, missed=self._removed_late
+            )
             self.report(done)
             for key, d in zip(batch, done, strict=True):
                 if d.outcome is Outcome.FAILED:
@@ -255,6 +243,13 @@ class Core:
         if removed:
             self.health.end(Condition.FULL)
         return removed
+
+    def _removed_late(self, key: Key, done: Done) -> None:
+        """A file went whose removal nobody waited for any more."""
+        if done.outcome is not Outcome.FAILED:
+            if self.drop(key):
+                self.announce([key])
+            self.shared.removed([key], self.now())
 
     # ------------------------------------------------------------ errors
 

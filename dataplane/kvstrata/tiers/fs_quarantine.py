@@ -48,9 +48,19 @@ class Quarantine:
                 system.rename(path, moved)
             except OSError:
                 system.unlink(path)
+            else:
+                if not os.path.samestat(system.stat(moved), stat):
+                    self._give_back(moved, path)
+                    return False
             self._trim()
             return True
         return False
+
+    def _give_back(self, moved: str, path: str) -> None:
+        """A file that was stored in the very moment, unless there is a still newer one."""
+        with contextlib.suppress(FileExistsError):
+            self._root.system.link(moved, path)
+        self._root.system.unlink(moved)
 
     def empty(self) -> bool:
         """Give its room back to the disk; whether there was any."""

@@ -14,6 +14,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kvstrata.tiers.calls import Call
@@ -34,9 +35,18 @@ _POLITE = 0.1
 class _Job(Generic[T, R]):
     """A batch on its way. Fields are changed under the lock of its workers."""
 
-    def __init__(self, call: Call, work: Callable[[T], R], batch: Sequence[T], late: R) -> None:
+    def __init__(
+        self,
+        call: Call,
+        work: Callable[[T], R],
+        batch: Sequence[T],
+        late: R,
+        missed: Callable[[T, R], None] | None,
+    ) -> None:
         self.call = call
         self.work = work
+        self.missed = missed
+        self.left = False  # nobody waits for it any more
         self.todo = deque(enumerate(batch))
         self.done = [late] * len(batch)
         self.active = 0  # threads on an item of it,
@@ -50,8 +60,15 @@ class _Job(Generic[T, R]):
         return not self.todo and not self.active
 
     def wake(self) -> None:
+        self._tell(self._finish)
+
+    def tell_missed(self, item: T, result: R) -> None:
+        if self.missed is not None:
+            self._tell(partial(self.missed, item, result))
+
+    def _tell(self, what: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(self._finish)
+            self._loop.call_soon_threadsafe(what)
 
     def _finish(self) -> None:
         if not self.finished.done():
@@ -96,17 +113,19 @@ class Workers:
         batch: Sequence[T],
         late: R,
         memory: bool = True,
+        missed: Callable[[T, R], None] | None = None,
     ) -> list[R]:
         """`work` on every item, shared out over the threads; `late` for items that no thread had
         begun when the call was over.
 
         With `memory` the call is not left before its last thread has, whatever the deadline and
         cancelled or not: the caller is told so by `call.cancelled`. Without, items still in work
-        at the deadline, or with a thread that was given up, are `late` too.
+        at the deadline, or with a thread that was given up, are `late` too: `missed` is told on
+        the event loop of each of them that was done after all, with its result.
         """
         if not batch:
             return []
-        job = _Job(call, work, batch, late)
+        job = _Job(call, work, batch, late, missed)
         self._put(job)
         while not job.finished.done():
             try:
@@ -122,6 +141,7 @@ class Workers:
                     if not memory and call.left() <= 0:
                         break
         with self._lock:
+            job.left = True
             if job.error is not None:
                 raise job.error
             return list(job.done)
@@ -219,6 +239,8 @@ class Workers:
                 job.done[taken[0]] = result
                 job.error = job.error or error
                 job.active -= 1
+                if job.left and error is None:
+                    job.tell_missed(taken[1], result)
                 if job.over:
                     job.wake()
 

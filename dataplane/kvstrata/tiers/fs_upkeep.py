@@ -61,7 +61,8 @@ class Upkeep:
         self._next = dict.fromkeys(("exchange", "flush", "walk"), float("-inf"))
         self._impatient = True
         self._removed: OrderedDict[Key, float] = OrderedDict()  # by others, and when
-        self._exchanged: deque[Exchange] = deque()  # what threads brought, in time or later
+        # What threads brought, in time or later, and of which making of the store.
+        self._exchanged: deque[tuple[str, Exchange]] = deque()
         self.progress = ""
         """Of a walk that goes on."""
 
@@ -180,20 +181,23 @@ class Upkeep:
         shared = core.shared
         pending, use = shared.take_pending(), shared.use(core.index.used)
         impatient, self._impatient = self._impatient, False
+        made = core.root.made
 
         def work() -> bool:
             try:
                 done = shared.exchange(pending, use, impatient)
             except OSError as e:
                 done = Exchange(errors=[e])
-            self._exchanged.append(done)
+            self._exchanged.append((made, done))
             return not done.errors
 
         if not await core.off(core.keeper, work, False):
             shared.put_back(pending)
         # News are read once: those of a round that came too late count as well.
         while self._exchanged:
-            self._heard(self._exchanged.popleft())
+            of, done = self._exchanged.popleft()
+            if of == core.root.made:
+                self._heard(done)
         await self._evict()
 
     def _heard(self, done: Exchange) -> None:
@@ -278,6 +282,7 @@ class Upkeep:
     async def walk(self) -> None:
         """Learn what is on disk; the first walk recovers the index."""
         core = self._core
+        made = core.root.made
         core.gone = {}
         if not core.recovered:
             self.progress = "recovering"
@@ -294,6 +299,8 @@ class Upkeep:
                 call = Call(core.clock, core.clock() + core.options.deadline)
                 done = await core.walkers.spread(call, self._look, batch, None, memory=False)
                 _end_if_cancelled(call)
+                if core.root.made != made:
+                    return  # what was found is gone
                 for step in done:
                     if step is None:
                         return  # later again

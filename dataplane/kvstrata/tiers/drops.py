@@ -1,0 +1,67 @@
+"""What a tier dropped while calls run that may have seen it before.
+
+A request for a chunk and the removal of that chunk cross: each is answered in some order of its
+own. So a call remembers when it began, and what it has seen of a chunk that was dropped since is
+doubtful: somebody has to look again before it is believed, or acknowledged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from kvstrata.keys import Key
+from kvstrata.tiers.calls import Calls
+
+__all__ = ["Drops"]
+
+# At a chunk that is removed again and again while it is stored.
+_LOOKS = 4
+
+
+class Drops:
+    """Of one tier, on its event loop."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._last: dict[Key, int] = {}
+        self._all = self._count = 0
+
+    def note(self, key: Key) -> None:
+        """It is not there any more, as far as we know."""
+        self._count += 1
+        self._last[key] = self._count
+
+    def note_all(self) -> None:
+        """Nothing is, not even what only calls under way have seen."""
+        self._count += 1
+        self._all = self._count
+
+    def mark(self) -> int:
+        """A moment, for `since`: when a call begins."""
+        if self._calls.running_alone():
+            self._last.clear()  # nobody has an older one
+        return self._count
+
+    def since(self, key: Key, mark: int) -> bool:
+        """Whether what a call saw of a key since may be gone again."""
+        return max(self._last.get(key, 0), self._all) > mark
+
+    async def gone(
+        self,
+        keys: Sequence[Key],
+        mark: int,
+        there: Callable[[list[Key]], Awaitable[Sequence[bool]]],
+    ) -> set[Key]:
+        """Which of the keys that a call has seen since `mark` are gone again, or may be; `there`
+        has a look at those in doubt. To be acted upon at once, before anything is awaited."""
+        gone: set[Key] = set()
+        doubtful = list(keys)
+        for _ in range(_LOOKS):
+            doubtful = [key for key in doubtful if self.since(key, mark)]
+            if not doubtful:
+                break
+            mark = self.mark()
+            found = list(zip(doubtful, await there(doubtful), strict=True))
+            gone.update(key for key, here in found if not here)
+            doubtful = [key for key, here in found if here]
+        return gone.union(doubtful)
