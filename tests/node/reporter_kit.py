@@ -41,6 +41,7 @@ class SaidNode:
         self.placements.enabled = True
         self.snapshots = 0
         self.trouble = ""
+        self.ailing_stores: list[str] = []
         self.pulls: list[Pull] = []
         self.pulling: Callable[[Pull], object] | None = None
         self.cancelled: list[str] = []
@@ -78,6 +79,9 @@ class SaidNode:
 
     def health(self) -> tuple[bool, str]:
         return not self.trouble, self.trouble
+
+    def ailing(self) -> Sequence[str]:
+        return self.ailing_stores
 
     def take_changes(self) -> Sequence[PlacementChange]:
         return self.placements.take()

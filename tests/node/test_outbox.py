@@ -144,30 +144,6 @@ def test_refusals():
     assert sent(made).snapshot == "only"
 
 
-def test_it_is_empty_once_all_that_was_collected_is_answered():
-    node = SaidNode()
-    made = Outbox(node, batch_keys=2)
-    made.registered(0)
-    assert not made.empty  # a snapshot is due
-    made.next("i1")
-    applied(made)
-    assert not made.empty  # another part may follow
-    assert made.next("i1") is None
-    assert made.empty
-    node.gain("host", 1, 2, 3)
-    assert made.empty  # of what it was told
-    made.collect()
-    for _ in range(2):
-        assert not made.empty
-        assert made.next("i1") is not None
-        assert not made.empty
-        applied(made)
-    assert made.next("i1") is None
-    assert made.empty
-    made.want_snapshot()
-    assert not made.empty
-
-
 def test_what_was_collected_before_a_mark_is_reported_when_all_its_batches_are():
     node = SaidNode()
     made = outbox(node, batch_keys=2)

@@ -271,3 +271,21 @@ async def test_what_nobody_wants_any_more_is_not_held() -> None:
     await pulls.close()
     assert store.host.usage().chunks == 2
     assert store.host.usage().leases == 0
+
+
+async def test_a_node_that_is_drained_gives_up_what_is_under_way() -> None:
+    _, store, links, pulls = make(pages=8)  # two chunks a batch
+    links.answers = {ONE.address: base.Outcome.LOADED, OTHER.address: base.Outcome.LOADED}
+    asked = iter(["one batch", "another"])
+
+    def between() -> None:
+        store.draining = next(asked) == "another"
+
+    links.between = between
+    result = await pulls.pull(pull([1, 2, 3, 4, 5, 6], ONE, OTHER))
+    arrived = dict.fromkeys(map(key, (1, 2)), Outcome.STORED)
+    assert result.outcomes == arrived | dict.fromkeys(map(key, (3, 4, 5, 6)), Outcome.NO_ROOM)
+    assert "drained" in result.detail
+    usage = store.host.usage()
+    assert (usage.chunks, usage.used) == (2, 2 * PAGE)
+    assert next(asked, None) is None  # of the third batch nobody was asked

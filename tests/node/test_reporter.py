@@ -308,6 +308,42 @@ async def test_a_node_that_is_drained_stores_what_is_only_there_and_settles(tmp_
         await until(lambda: not node.draining)
 
 
+async def test_it_settles_once_and_until_it_takes_new_chunks():
+    node = SaidNode()
+    node.gain("host", 1, 2)
+    draining, settled = True, []
+
+    class Heard:
+        async def heartbeat(self, node_id, beat):
+            settled.append(beat.settled)
+            return api.HeartbeatReply(draining=draining)
+
+        async def report(self, node_id, report):
+            return api.ReportReply(applied=True, next_seq=report.seq + 1)
+
+    reporter = Reporter(
+        ControlSettings(url="http://unused"),
+        node,
+        control=Heard(),
+        sleep=lambda s: asyncio.sleep(0),
+    )
+    reporter._incarnation = node.incarnation
+    await reporter._heartbeat()
+    await reporter._heartbeat()  # what it has is not reported yet
+    for _ in range(2):
+        await reporter._report()
+    for number in (1, 2):  # evictions go on, and are not waited for
+        node.lose("host", number)
+        await reporter._heartbeat()
+    draining = False
+    await reporter._heartbeat()
+    draining = True
+    node.gain("host", 3)
+    for _ in range(2):
+        await reporter._heartbeat()
+    assert settled == [False, False, True, True, True, False, False]
+
+
 async def test_an_answer_that_was_overtaken_says_nothing_of_now():
     node = SaidNode()
     asked = []

@@ -270,11 +270,12 @@ async def test_a_mount_in_trouble(
             else:
                 eventually(lambda: f"{cause} since 20" in engine.tier("disk").detail)
                 assert node.health()[1].startswith("disk: ")
+                assert node.ailing() == [node.store.guards[0].store_id]
             serves(engine, *range(200, 204))
         finally:
             end(disk)
         eventually(lambda: engine.tier("disk").healthy)
-        assert node.health() == (True, "")
+        assert (node.health(), node.ailing()) == ((True, ""), [])
         before = engine.tier("disk").chunks
         serves(engine, *range(300, 304))
         eventually(lambda: engine.tier("disk").chunks >= before + 4)

@@ -176,6 +176,38 @@ async def test_a_node_that_never_says_so_makes_it_partial(tmp_path):
         assert "has not said that it takes no new chunks" in info.detail
 
 
+async def test_a_node_that_takes_its_word_back_is_not_drained(tmp_path):
+    """A server that had not heard of its drain had it take new chunks for a moment."""
+    async with draining(tmp_path, PLAIN, host(keys(0))) as (r, a, b):
+        await a.beat(settled=False)
+        await b.pull()
+        info = await step(r)
+        assert (info.state, info.settled, info.remaining.chunks) == (S.DRAINING, False, 0)
+        await a.beat()
+        assert (await step(r)).may_stop
+        await a.beat(settled=False)
+        info = await r.control.drain_of("a")
+        assert (info.state, info.settled, info.may_stop) == (S.DRAINED, False, False)
+        assert "has not said" in info.detail
+        await a.beat()
+        assert (await r.control.drain_of("a")).may_stop
+
+
+async def test_a_node_whose_own_reports_have_a_gap_has_not_said_all(tmp_path):
+    async with draining(tmp_path, PLAIN) as (r, a, _):
+        assert (await r.control.drain_of("a")).may_stop
+        lost = report(a.seq + 1, host([], keys(9)))
+        assert (await r.control.report("a", lost)).snapshot_wanted
+        await a.beat(next_seq=a.seq + 1)
+        info = await r.control.drain_of("a")
+        assert (info.settled, info.may_stop) == (False, False)
+        a.seq += 2
+        await a.report(host(keys(0)), snapshot="only")
+        await a.beat()
+        info = await r.control.drain_of("a")
+        assert (info.settled, info.may_stop, info.remaining.chunks) == (True, False, 1)
+
+
 async def test_its_deadline_ends_it_and_what_is_under_way(tmp_path):
     async with draining(tmp_path, PLAIN, host(keys(0, 1)), deadline=8) as (r, _, b):
         (pull,) = await b.told("pull")
@@ -313,4 +345,32 @@ async def test_a_node_whose_reports_have_a_gap_keeps_nothing_safe(tmp_path):
         assert (await step(r)).remaining.chunks == 1
         whole = report(b.seq + 2, host(keys(0)), snapshot="only")
         assert (await r.control.report("b", whole)).applied
+        assert (await step(r)).may_stop
+
+
+async def test_a_store_counts_only_at_nodes_that_can_read_it(tmp_path):
+    held = host(keys(0)), store("nfs", keys(0))
+    async with draining(tmp_path, SHARING, *held) as (r, _, b):
+        assert (await r.control.drain_of("a")).may_stop
+        await b.beat(healthy=False, detail="nfs hangs", ailing=["nfs"])
+        info = await r.control.drain_of("a")
+        assert (info.may_stop, info.remaining.chunks) == (False, 1)
+        assert "drain again" in info.detail
+        await b.report(host(keys(0)))  # its host memory is as good as ever
+        assert (await r.control.drain_of("a")).may_stop
+        await b.report(host(removed=keys(0)))
+        await b.beat()
+        assert (await r.control.drain_of("a")).may_stop
+
+
+async def test_for_a_restart_what_is_in_a_store_in_trouble_is_moved(tmp_path):
+    async with cluster(tmp_path, *SHARING) as (r, a, b):
+        await a.report(host(keys(0, 1)), store("sa", keys(0)))
+        await a.beat(healthy=False, detail="sa is gone", ailing=["sa", "nfs"])
+        assert (await begin(r, for_="restart")).remaining.chunks == 2
+        for _ in range(2):
+            await a.beat(ailing=["sa", "nfs"])
+        await step(r)
+        assert await a.told("store") == []
+        assert sorted(await b.pull()) == sorted(keys(0, 1))
         assert (await step(r)).may_stop

@@ -143,6 +143,58 @@ async def test_a_transfer_of_it_takes_the_turn_of_one_tenant(tmp_path):
         assert sorted(map(sorted, parts)) == sorted([sorted(mixed[1:3]), sorted(keys(0, 3))])
 
 
+@pytest.mark.parametrize("tenant", ["", "acme"])
+async def test_what_is_too_large_for_all_is_passed_over_and_told(tmp_path, tenant):
+    large = replace(NAMESPACE, model="large", blocks_per_chunk=64, tenant=tenant)
+    assert large.chunk_bytes[0] == 16 * CHUNK_BYTES
+    nodes = (*PLAIN[:1], ("b", {"capacity": 10 * CHUNK_BYTES}), ("c", {"capacity": CHUNK_BYTES}))
+    mixed = [*keys(0), large.key(0, b"1").hex(), *keys(1, 2), large.key(0, b"2").hex()]
+    async with cluster(tmp_path, *nodes) as (r, a, b, c):
+        await a.report(host(mixed[1:]), namespaces=(DOCUMENT, large.document.decode()))
+        await begin(r)
+        await settle(a)
+        await step(r)
+        assert sorted(await b.pull()) == sorted(keys(1, 2))
+        info = await step(r)
+        assert left(info) == {LeftReason.NO_ROOM: 2}
+        await a.report(host(keys(0)))  # and they are not in the way of what comes later
+        await step(r)
+        assert await b.pull() == keys(0)
+        assert await c.told("pull") == []
+        while not info.state.ended:
+            r.clock.advance(TTL / 2)
+            await settle(a, b)
+            info = await step(r)
+        assert (info.state, left(info)) == (S.PARTIAL, {LeftReason.NO_ROOM: 2})
+        assert "larger than what is free" in info.detail
+
+
+async def test_so_many_chunks_that_were_tried_are_remembered(tmp_path, monkeypatch):
+    monkeypatch.setattr(emptying_module, "_MOST_TRIED", 4)
+    async with draining(tmp_path, PLAIN, host(keys(*range(10)))) as (r, _, b):
+        drain = r.state.drains._in_force.get("a")
+        for many in (4, 4, 2):
+            pulled = await b.pull(reports=False)
+            await step(r)
+            assert (len(pulled), len(drain.attempts)) == (many, many)
+            assert await b.told("pull") == []
+            await b.report(host(pulled))
+            await step(r)
+        assert drain.state is S.DRAINED
+
+
+async def test_where_so_many_fail_the_rest_is_not_tried(tmp_path, monkeypatch):
+    monkeypatch.setattr(emptying_module, "_MOST_TRIED", 4)
+    async with draining(tmp_path, PLAIN, host(keys(*range(10)))) as (r, a, b):
+        info = await step(r)
+        while not info.state.ended:
+            assert await b.pull(Outcome.FAILED, reports=False) in ([], keys(0, 1, 2, 3))
+            r.clock.advance(2)
+            await settle(a, b)
+            info = await step(r)
+        assert left(info) == {LeftReason.FAILED: 10}
+
+
 async def test_what_is_begun_at_once_is_bounded_but_for_a_chunk_larger_than_that(
     tmp_path, monkeypatch
 ):

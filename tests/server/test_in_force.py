@@ -53,6 +53,10 @@ async def test_the_one_that_the_node_talks_to_does_the_work_and_any_tells_and_ca
         await told(first, second)
         assert sorted(await b.pull()) == sorted(keys(0, 1))
         await told(first, second)
+        clock.advance(1)
+        await b.beat(healthy=False, ailing=["sb"])
+        await told(first, second)
+        assert first.state.cluster.nodes["b"].ailing == ["sb"]
         # The first dies; the node comes to the second, which goes on.
         a.r = second
         clock.advance(2)

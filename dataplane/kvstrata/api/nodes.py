@@ -82,12 +82,15 @@ class HeartbeatRequest(Request):
     host: HostUse
     healthy: Flag = True
     detail: Detail = ""
+    ailing: Annotated[list[Name], Field(max_length=64)] = []
+    """Stores that are in trouble here, so that nobody should count on this node to read them."""
     next_seq: Annotated[int, Field(ge=0, le=MAX_INT), NUMBER] | None = None
     """`seq` of the node's next report: shows a server that lost the last ones that it did."""
     events: Annotated[list[EventsAt], Field(max_length=64)] | None = None
     """As registered: a server that has begun anew doesn't remember. None: as they were."""
     settled: Flag = False
-    """It is drained, so it takes no new chunks, and has reported all that it holds."""
+    """It is drained, so it takes no new chunks, and has reported all that it held since it does
+    not."""
 
 
 class HeartbeatReply(Answer):

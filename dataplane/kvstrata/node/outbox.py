@@ -75,12 +75,6 @@ class Outbox:
         self._round = 0
         self._answered_round = 0
 
-    @property
-    def empty(self) -> bool:
-        """Whether all that was collected is reported and answered."""
-        waits = self._snapshot_wanted or self._pending or self._cutting or self._sent is not None
-        return not waits
-
     def mark(self) -> int:
         """Stands for all that was collected by now: see `has_reported`."""
         return self._round + bool(self._snapshot_wanted or self._pending)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvstrata import wire
-from kvstrata.api import HostUse, NodeRegistration, Outcome, StoreRef
+from kvstrata.api import HostUse, NodeRegistration, StoreRef
 from kvstrata.config import NodeSettings
 from kvstrata.errors import ConfigError
 from kvstrata.keys import DIGEST_BYTES, Key, Namespace
@@ -407,6 +407,13 @@ class Node:
         ]
         return not trouble, "; ".join(trouble)[:2000]
 
+    def ailing(self) -> Sequence[str]:
+        return [
+            guard.store_id
+            for guard in self.store.guards
+            if guard.tier.writable and tier_trouble(guard)
+        ]
+
     def take_changes(self) -> Sequence[PlacementChange]:
         return self.store.placements.take()
 
@@ -434,9 +441,6 @@ class Node:
         self.store.draining = draining
 
     async def pull(self, pull: Pull) -> PullResult:
-        if self.draining:
-            nothing = dict.fromkeys(pull.keys, Outcome.NO_ROOM)
-            return PullResult(nothing, detail="this node is drained, and takes no new chunks")
         return await self.pulls.pull(pull)
 
     def keep(self, transfer: str) -> None:

@@ -5,6 +5,9 @@ order; a source that fails is replaced by the next. Bytes land in reserved slots
 readable only after verification. What someone else is writing is waited for, and is as good; if
 that fails the sources are asked after all. A pull that is cancelled stops waiting, but the batch
 under way ends by itself: a transport may still be writing to its slots.
+
+A node that is drained pulls nothing, and what a batch under way brings is given up: that its source
+has it need not be true any more when the node is stopped.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ _BATCH_BYTES = 32 << 20
 _WORK, _HOLD, _UNTOLD = 1, 2, 3
 # More than a try to tell it takes, at all servers, with the wait before it.
 _UNTOLD_TTL = 60.0
+_DRAINED = "this node is drained, and takes no new chunks"
 
 _OUTCOMES = {
     base.Outcome.LOADED: Outcome.STORED,
@@ -90,6 +94,8 @@ class Pulls:
 
     async def pull(self, pull: Pull) -> PullResult:
         """Execute a transfer; see `kvstrata.node.reported`. One outcome per key, always."""
+        if self._store.draining:
+            return PullResult(dict.fromkeys(pull.keys, Outcome.NO_ROOM), detail=_DRAINED)
         state = _State(pull, _owner(pull.transfer))
         for document in pull.namespaces:
             try:
@@ -201,6 +207,10 @@ class Pulls:
         for namespace, batch in self._batches(keys):
             if state.unwanted or self._too_late(state.pull):
                 return
+            if self._store.draining:
+                state.outcomes |= dict.fromkeys((key for key, _ in batch), Outcome.NO_ROOM)
+                state.trouble.append(_DRAINED)
+                continue
             await self._fetch(state, source, namespace, batch)
 
     async def _fetch(
@@ -234,6 +244,9 @@ class Pulls:
                 told = f"{failed} of {len(items)} chunks did not arrive"
                 why = self._links.reasons.get(source.address, told)
                 state.trouble.append(f"{source.node}: {why}")
+        if self._store.draining:
+            state.trouble.append(_DRAINED)
+            outcomes = [base.Outcome.NO_ROOM] * len(items)
         loaded = [i for i, o in zip(items, outcomes, strict=True) if o is base.Outcome.LOADED]
         host.commit(owner, [item.key for item in loaded])
         host.forget(owner)

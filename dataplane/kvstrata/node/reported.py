@@ -114,6 +114,9 @@ class Reported(Protocol):
     def health(self) -> tuple[bool, str]:
         """Whether the node is well, and if not, why."""
 
+    def ailing(self) -> Sequence[str]:
+        """Stores that are in trouble here."""
+
     def take_changes(self) -> Sequence[PlacementChange]:
         """What changed since the last call, or since `snapshot`. No key is in both lists."""
 

@@ -76,6 +76,8 @@ class Reporter:
         self._beats = itertools.count()
         self._last_beat = -1
         """Number of the latest heartbeat that was answered."""
+        self._settled_at: int | None = None
+        """Since the node takes no new chunks: the outbox's mark of what it held then."""
         self._closed = False
         self._running: asyncio.Task[None] | None = None
 
@@ -254,16 +256,29 @@ class Reporter:
                 host=self._reported.host_use(),
                 healthy=healthy,
                 detail=detail[:2000],
+                ailing=list(self._reported.ailing()),
                 next_seq=self._outbox.next_seq,
                 events=self._events,
-                settled=self._reported.draining and self._outbox.empty,
+                settled=self._settled_at is not None
+                and self._outbox.has_reported(self._settled_at),
             ),
         )
         self._answered()
         if number > self._last_beat:  # two may be under way, and the later one answered first
-            self._last_beat, self._reported.draining = number, reply.draining
+            self._last_beat = number
+            self._obey(reply.draining)
         if reply.snapshot_wanted:
             self._outbox.want_snapshot()
+
+    def _obey(self, draining: bool) -> None:
+        """What comes and goes later, by loads and evictions, need not be reported to settle: there
+        is always some of it."""
+        self._reported.draining = draining
+        if not draining:
+            self._settled_at = None
+        elif self._settled_at is None:
+            self._outbox.collect()
+            self._settled_at = self._outbox.mark()
 
     async def _poll(self) -> None:
         batch = await self._control.commands(self._node, self._incarnation, _POLL_WAIT)

@@ -53,7 +53,7 @@ class Store:
         self.cascades: list[Cascade] = []
         self.clock = clock
         self.draining = False
-        """Whether engines may bring no new chunks into host memory."""
+        """Whether engines and transfers may bring no new chunks into host memory."""
         self.host = HostTier(
             Slots(len(region)),
             open_policy(settings.policy, len(region)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstrata import api
@@ -79,6 +79,7 @@ class Drain:
     moves: dict[str, Move] = field(default_factory=dict)
     order: Order | None = None
     attempts: dict[Key, Attempt] = field(default_factory=dict)
+    """Of chunks that are only at the node still; see `emptying` for how many."""
     trouble: str = ""
     """What went wrong last."""
     active: float = 0.0
@@ -92,9 +93,11 @@ class Drain:
         keys = {key for move in self.moves.values() for key in move.keys or ()}
         return keys if self.order is None else keys.union(self.order.keys)
 
-    def may_try(self, key: Key, now: float) -> bool:
-        attempt = self.attempts.get(key)
-        return attempt is None or (attempt.moves < _MOVES and attempt.again <= now)
+    def to_try_again(self, now: float, busy: Container[Key]) -> Iterator[Key]:
+        """What was tried, and may be once more."""
+        for key, attempt in self.attempts.items():
+            if attempt.moves < _MOVES and attempt.again <= now and key not in busy:
+                yield key
 
     def forget(self, keys: Iterable[Key]) -> None:
         for key in keys:
@@ -130,6 +133,7 @@ class Drain:
             in_force=self.in_force,
             may_stop=self.in_force
             and self.state is DrainState.DRAINED
+            and self.settled
             and not now.chunks
             and is_known,
             created=self.created,
@@ -159,6 +163,6 @@ _ADVICE = {
         "no store can take them, and no other node that is up can fetch them from here: start "
         "another node, set `peers.listen` at this one, or attach a store that others have too"
     ),
-    LeftReason.FAILED: "tried in vain: the logs of the nodes say more",
+    LeftReason.FAILED: "tried in vain, or not, since so many were: the logs of the nodes say more",
     LeftReason.LATE: "the deadline came before their turn: drain again to go on",
 }

@@ -13,8 +13,10 @@
 A drain is *in force* from its POST until DELETE, another POST after its end, or until the node
 leaves or starts anew. Meanwhile the node takes no new chunks into host memory, is no target of
 transfers, and counts for no other node's drain; it is a source, and serves its engines. A node has
-*settled* when it says that it takes nothing new and has reported all that it holds: before that
-nobody knows that nothing remains.
+*settled* while its heartbeats say that it takes nothing new and has reported all that it holds, and
+this server has read that: else nobody knows that nothing remains. It may be so no more, if a server
+that had not heard of the drain had the node open for a moment: then it may not be stopped until it
+has settled again, also when it is drained.
 
 The node hears of it with its heartbeats, and where there is haste by a command to send one. A
 server that starts, or another one on the same database, goes on with it (`in_force`). How it gets
@@ -55,6 +57,8 @@ _LATE = 5.0
 # For how long nothing comes of anything before it is given up: by then each node that is up has
 # said what is free at it.
 _PATIENCE = 5.0
+
+_UNSETTLED = "it has not said that it takes no new chunks and what it holds"
 
 
 class Drains:
@@ -158,6 +162,7 @@ class Drains:
         node = self._in_force.node_of(drain)
         if node is None or not (drain.in_force and drain.state.ended):
             return drain.info(is_known=node is not None)
+        self._see_gaps(drain, node)
         is_known = drain.state is not DrainState.DRAINED or await self._in_force.knows_of_others(
             drain
         )
@@ -165,6 +170,8 @@ class Drains:
         advice = ""
         if drain.state is DrainState.DRAINED and found.chunks:
             advice = "What was safe elsewhere is so no more: drain again."
+        elif drain.state is DrainState.DRAINED and not drain.settled:
+            advice = f"Since then {_UNSETTLED}: its next heartbeats may."
         elif not is_known:
             advice = "Whether other nodes are drained can't be read at the moment: ask again."
         now = api.Amount(chunks=found.chunks, bytes=found.bytes)
@@ -179,12 +186,19 @@ class Drains:
         if drain is None or drain.incarnation != beat.incarnation:
             return False
         node = self._cluster.nodes[node_id]
-        if beat.settled and not drain.settled:
-            all_told = beat.next_seq == node.next_seq and not node.snapshot_wanted
-            if all_told:
-                drain.settled = True
-                self._wake.set()
+        has_all = beat.next_seq is not None and beat.next_seq <= node.next_seq
+        settled = beat.settled and has_all and not node.snapshot_wanted
+        if settled is not drain.settled:
+            drain.settled = settled
+            self._in_force.write(drain)
+            self._wake.set()
         return True
+
+    def _see_gaps(self, drain: Drain, node: Node) -> None:
+        """Reports of the node were lost since it settled: what it holds is not known."""
+        if drain.settled and node.snapshot_wanted and self._in_force.is_ours(node):
+            drain.settled = False
+            self._in_force.write(drain)
 
     def commands(self, node: Node) -> list[api.Command]:
         """What this node should do and was not told of lately."""
@@ -250,6 +264,7 @@ class Drains:
             return
         self._strange.pop(drain.id, None)
         node.drain = drain.state
+        self._see_gaps(drain, node)
         if drain.state.ended:
             return
         now = self._clock()
@@ -281,8 +296,7 @@ class Drains:
             return
         under_way = drain.moves or drain.order is not None
         if not under_way and now - drain.active > max(_PATIENCE, self._cluster.ttl):
-            ways = self._emptying.can_go_on(drain, node)
-            why = LeftReason.NO_ROOM if ways else LeftReason.NO_WAY
+            why = self._emptying.hindrance(drain, node)
             self._end(drain, why, "nothing more can be done at present")
 
     async def _count(self, drain: Drain) -> None:
@@ -325,7 +339,7 @@ class Drains:
             self._ended(drain, DrainState.DRAINED, "")
         else:
             if not drain.settled:
-                why += ", and it has not said that it takes no new chunks and what it holds"
+                why += f", and {_UNSETTLED}"
             drain.count_left(drain.tried(drain.attempts), waiting_was)
             self._ended(drain, DrainState.PARTIAL, _told(drain, why))
         self._in_force.write(drain)

@@ -8,6 +8,10 @@ were reported, which has the beginnings of chains before what extends them.
 That a chunk is safe is never concluded from an answer, but seen in the index, once whoever took it
 has reported it. So nothing here need be remembered over the end of a server: what isn't safe yet
 is found again.
+
+What was tried is remembered until it is safe or gone, of a bounded number of chunks. Those are seen
+to before others, and while they are so many nothing else is begun: the way is free again when some
+are safe. Where so many can't be made safe at all, the rest would fare no better.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 
 from kvstrata import api
 from kvstrata.api import LeftReason, Outcome
@@ -31,6 +36,8 @@ from kvstrata_server.scheduling.transfers import Scheduler
 __all__ = ["Emptying"]
 
 _LOOKED_AT = 4096
+# About 300 bytes each.
+_MOST_TRIED = 65_536
 # Looked up between two turns of others.
 _PRUNED = 1024
 _PART_KEYS = 1024
@@ -62,29 +69,30 @@ class Emptying:
         self._promised: list[tuple[float, str, int]] = []
         """What was moved lately and may not be in heartbeats yet: until when, node, bytes."""
 
-    async def count(self, drain: Drain, node: Node) -> Remaining:
+    async def count(self, drain: Drain, node: Node) -> None:
         """What remains, now, and why."""
         remaining = Remaining(self._cluster, node, drain.purpose)
         found = await remaining.find()
         self._counted(drain, found.chunks, found.bytes)
-        await self._prune(drain, remaining)
-        return remaining
+        drain.count_left(await self._prune(drain, remaining))
 
     async def step(self, drain: Drain, node: Node) -> None:
         """Count what remains, and begin what can be begun."""
-        now = self._clock()
-        busy = drain.busy()
         remaining = Remaining(self._cluster, node, drain.purpose)
+        tried = await self._prune(drain, remaining)
+        busy, attempts = drain.busy(), drain.attempts
+        room = _MOST_TRIED - len(attempts) - sum(key not in attempts for key in busy)
         found = await remaining.find(
-            _LOOKED_AT, lambda key: key not in busy and drain.may_try(key, now)
+            min(_LOOKED_AT, max(0, room)), lambda key: key not in busy and key not in attempts
         )
         self._counted(drain, found.chunks, found.bytes)
-        await self._prune(drain, remaining)
+        drain.count_left(tried)
         stores = self._stores(node, remaining, drain)
         to_store: list[Key] = []
         to_move: list[Key] = []
-        for key in found.some:
-            attempt = drain.attempts.get(key)
+        again = islice(drain.to_try_again(self._clock(), busy), _LOOKED_AT)
+        for key in [*again, *found.some]:
+            attempt = attempts.get(key)
             may_store = stores and (attempt is None or attempt.may_store)
             (to_store if may_store else to_move).append(key)
         if to_store and drain.order is None:
@@ -92,11 +100,16 @@ class Emptying:
         if to_move and node.peer_address:
             await self._move(drain, node, to_move, remaining)
 
-    def can_go_on(self, drain: Drain, node: Node) -> bool:
-        """Whether there is a store or a node at all that could take anything."""
+    def hindrance(self, drain: Drain, node: Node) -> LeftReason:
+        """Why what was not tried isn't: for what most of those that were are left, where they are
+        so many; else there is no store and no node at all that could take it, or no room."""
+        tried = drain.tried(drain.attempts)
+        if len(drain.attempts) >= _MOST_TRIED and tried:
+            return tried.most_common(1)[0][0]
         remaining = Remaining(self._cluster, node, drain.purpose)
         nodes = node.peer_address and self._allowed(drain, remaining)
-        return bool(self._stores(node, remaining, drain) or nodes)
+        ways = self._stores(node, remaining, drain) or nodes
+        return LeftReason.NO_ROOM if ways else LeftReason.NO_WAY
 
     async def cancel(self, drain: Drain) -> None:
         """Nothing of it is wanted any more. What can't be cancelled ends by its deadline."""
@@ -113,8 +126,9 @@ class Emptying:
             drain.active = self._clock()
         drain.chunks, drain.bytes = chunks, nbytes
 
-    async def _prune(self, drain: Drain, remaining: Remaining) -> None:
-        """Forget what was tried for chunks that are safe now; for many others it was in vain."""
+    async def _prune(self, drain: Drain, remaining: Remaining) -> Counter[LeftReason]:
+        """Forget what was tried for chunks that are safe or gone now; how many others were, and
+        what came of it."""
         attempts = list(drain.attempts)
         tried: Counter[LeftReason] = Counter()
         for start in range(0, len(attempts), _PRUNED):
@@ -123,14 +137,15 @@ class Emptying:
             drain.forget(key for key, is_safe in zip(part, safe, strict=True) if is_safe)
             tried += drain.tried(part)
             await asyncio.sleep(0)
-        drain.count_left(tried)
+        return tried
 
     # ------------------------------------------------------------ stores
 
     def _stores(self, node: Node, remaining: Remaining, drain: Drain) -> list[str]:
         """Those at the node that keep a chunk safe, best first."""
-        shared = [store for store in node.stores if store in remaining.shared]
-        own = [store for store in node.stores if store not in remaining.shared]
+        usable = [store for store in node.stores if store in remaining.own]
+        shared = [store for store in usable if store in remaining.shared]
+        own = [store for store in usable if store not in remaining.shared]
         return shared + own if drain.purpose == "restart" else shared
 
     def _order(self, drain: Drain, keys: Sequence[Key], stores: Sequence[str]) -> None:
@@ -223,14 +238,12 @@ class Emptying:
         self, drain: Drain, node: Node, keys: Sequence[Key], remaining: Remaining
     ) -> None:
         now = self._clock()
-        left = list(keys)
-        for free, target in self._targets(drain, remaining):
-            if len(drain.moves) >= _MOST_MOVES or not left:
+        targets = self._targets(drain, remaining)
+        left = self._fitting(drain, keys, targets[0][0]) if targets else []
+        for free, target in targets:
+            if len(drain.moves) >= _MOST_MOVES:
                 return
-            # Of one tenant, since that is whose turn it takes.
-            tenant = self._cluster.namespaces.tenant(left[0])
-            same = [key for key in left if self._cluster.namespaces.tenant(key) == tenant]
-            part, size = self._part(same, free)
+            part, size = self._turn(left, free)
             if not part:
                 return  # the others have less
             try:
@@ -254,6 +267,28 @@ class Emptying:
             drain.moves[made.id] = Move(target.id, part, size)
             gone = set(part)
             left = [key for key in left if key not in gone]
+
+    def _fitting(self, drain: Drain, keys: Sequence[Key], most: int) -> list[Key]:
+        """Without those that are too large for all, which is said of them: they are looked at again
+        when that may be otherwise."""
+        fitting = []
+        for key in keys:
+            if self._cluster.namespaces.chunk_bytes(key) <= most:
+                fitting.append(key)
+                continue
+            attempt = drain.attempt(key)
+            attempt.why, attempt.again = LeftReason.NO_ROOM, self._clock() + _HEARD
+            drain.trouble = f"chunks are larger than what is free at any one node ({most} bytes)"
+        return fitting
+
+    def _turn(self, keys: Sequence[Key], free: int) -> tuple[list[Key], int]:
+        """What may be moved at once into what is free, and its bytes: of the first tenant that has
+        any, since a transfer takes the turn of one."""
+        of_tenant: dict[str, list[Key]] = {}
+        for key in keys:
+            of_tenant.setdefault(self._cluster.namespaces.tenant(key), []).append(key)
+        parts = (self._part(same, free) for same in of_tenant.values())
+        return next((part for part in parts if part[0]), ([], 0))
 
     def _allowed(self, drain: Drain, remaining: Remaining) -> list[Node]:
         return [n for n in remaining.others if drain.targets is None or n.id in drain.targets]
@@ -280,15 +315,15 @@ class Emptying:
         return sorted(found, key=lambda each: (-each[0], each[1].id))
 
     def _part(self, keys: Sequence[Key], free: int | None = None) -> tuple[list[Key], int]:
-        """As many from the first on as are not too much at once and fit into what is free, and
-        their bytes."""
+        """As many as are not too much at once, from the first on, of those that fit into what is
+        left of what is free; and their bytes."""
         part: list[Key] = []
         size = 0
-        for key in keys[:_PART_KEYS]:
+        for key in keys:
             nbytes = max(1, self._cluster.namespaces.chunk_bytes(key))
-            if (part and size + nbytes > _PART_BYTES) or (
-                free is not None and size + nbytes > free
-            ):
+            if free is not None and size + nbytes > free:
+                continue
+            if len(part) == _PART_KEYS or (part and size + nbytes > _PART_BYTES):
                 break
             part.append(key)
             size += nbytes

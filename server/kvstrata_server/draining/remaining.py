@@ -33,9 +33,9 @@ class Remaining:
     """Of `node`, for a purpose, at this moment.
 
     A chunk is safe that another node can serve which is up, not drained itself, and has reported
-    without a gap: from its host memory or from a store. For a restart it is also safe in a store of
-    the node's own. Chunks in host memory count, and where the node goes for good those in its
-    stores.
+    without a gap: from its host memory, whatever ails its tiers, or from a store that is not in
+    trouble there. For a restart it is also safe in a store of the node's own that isn't in trouble
+    at it. Chunks in host memory count, and where the node goes for good those in its stores.
     """
 
     def __init__(self, cluster: Cluster, node: Node, purpose: api.DrainPurpose) -> None:
@@ -43,8 +43,12 @@ class Remaining:
         self.others = [
             n for n in cluster.up() if n is not node and n.drain is None and not n.snapshot_wanted
         ]
-        self.shared = {store for other in self.others for store in other.stores}
-        """Stores that others have attached."""
+        self.shared = {
+            store for other in self.others for store in other.stores if store not in other.ailing
+        }
+        """Stores that others have attached and can read."""
+        self.own = {store for store in node.stores if store not in node.ailing}
+        """Those of its stores that the node can use."""
         self._cluster = cluster
         places = cluster.places
         self._host = [places.location(node.id, None)]
@@ -55,7 +59,7 @@ class Remaining:
             for location in places.sharing(store)
         ]
         self._serving = {other.id for other in self.others}
-        self._safe_stores = self.shared | (set(node.stores) if purpose == "restart" else set())
+        self._safe_stores = self.shared | (self.own if purpose == "restart" else set())
         self._known: dict[LocationId, bool] = {}
 
     async def find(

@@ -81,6 +81,8 @@ class Node:
     host: api.HostUse | None = None
     healthy: bool = True
     detail: str = ""
+    ailing: Sequence[str] = ()
+    """Stores that are in trouble there."""
     events: Sequence[api.EventsAt] = ()
     snapshot_wanted: bool = False
     staged: dict[LocationId, list[KeyBatch]] | None = None
@@ -262,7 +264,7 @@ class Cluster:
         node.peer_address = entry.peer_address
         node.transports = tuple(entry.transports)
         node.capacity_bytes = entry.capacity_bytes
-        node.gone, node.healthy, node.detail = False, True, ""
+        node.gone, node.healthy, node.detail, node.ailing = False, True, "", ()
         node.registered = entry.registered
         node.stores = dict(entry.stores)
         return [*voided, self._row(node), *self.places.attach(node.id, node.stores)]
@@ -289,6 +291,7 @@ class Cluster:
         node = self.require_current(node_id, beat.incarnation)
         self._hear(node)
         node.host, node.healthy, node.detail = beat.host, beat.healthy, beat.detail
+        node.ailing = beat.ailing
         if beat.events is not None:
             node.events = beat.events
         if beat.next_seq is not None and self._lost(node, beat.next_seq):

@@ -87,6 +87,7 @@ class _TellHeard:
                 *((h.used_bytes, h.capacity_bytes, h.chunks) if (h := node.host) else (0, 0, 0)),
                 node.healthy,
                 node.detail,
+                list(node.ailing),
             )
             for node in map(self.cluster.nodes.get, self.heard)
             if node is not None and not node.gone
@@ -278,7 +279,7 @@ class Follower:
         seen = self._clock() - heard.age - max(0.0, age)
         if node.last_seen is None or seen >= node.last_seen:
             node.last_seen = seen
-            node.healthy, node.detail = heard.healthy, heard.detail
+            node.healthy, node.detail, node.ailing = heard.healthy, heard.detail, heard.ailing
             node.host = api.HostUse(
                 used_bytes=heard.used_bytes,
                 capacity_bytes=heard.capacity_bytes,

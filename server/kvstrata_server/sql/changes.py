@@ -93,6 +93,7 @@ class Heard(msgspec.Struct, frozen=True, array_like=True):
     chunks: int
     healthy: bool
     detail: str
+    ailing: list[str] = []
 
 
 class Seen(msgspec.Struct, frozen=True, tag="seen"):
