@@ -269,29 +269,12 @@ async def test_a_node_that_is_drained_takes_nothing_new_and_serves_what_it_has(p
     assert port.store.host.usage().chunks == 5
 
 
-@pytest.mark.parametrize(
-    ("step", "message"),
-    [
-        (wire.Step(0, commits=[b"short"]), "a key has 21 to 52 bytes"),
-        (wire.Step(0, commits=[b"n" * 36]), "not of this session's namespace"),
-        (wire.Step(0, reserves=[NAMESPACE.key(5, b"h")]), "not of this session's namespace"),
-        (wire.Step(0, credits={5: 1}), "by group of this session's namespace"),
-        (wire.Step(0, credits={0: -1}), "by group of this session's namespace"),
-        (wire.Step(0, renews=[1] * 70_000), "at most 65536 leases"),
-        (wire.Step(0, lookups=[wire.Lookup(i, []) for i in range(70_000)]), "at most 65536 leases"),
-        (wire.Step(0, begin=[(1, [])] * 70_000), "at most 65536 leases"),
-    ],
-)
-async def test_a_step_that_makes_no_sense_is_refused_whole(
-    port: Port, step: wire.Step, message: str
-) -> None:
-    step = msgspec.structs.replace(step, uses=[], reserves=[*step.reserves, key(1)])
-
+async def test_a_step_that_makes_no_sense_is_refused_and_the_session_stands(port: Port) -> None:
     def work() -> None:
         with port.client() as client:
-            with pytest.raises(Malformed, match=message):
-                client._step(step)
-            assert client.reserve([key(2)]) == [0]  # key 1 was not reserved, the session stands
+            with pytest.raises(Malformed, match="not of this session's namespace"):
+                client._step(wire.Step(0, commits=[b"n" * 36], reserves=[key(1)]))
+            assert client.reserve([key(2)]) == [0]
 
     await port.run(work)
 
@@ -573,21 +556,3 @@ async def test_chunks_that_can_never_be_held_are_told_when_their_engine_comes(
         warned = " ".join(r.message for r in caplog.records if r.levelname == "WARNING")
         assert bool(warned) == bool(told)
         assert told in warned
-
-
-async def test_a_slot_is_used_for_chunks_of_its_size_only(port: Port) -> None:
-    """Readers go by the size of the key: from a smaller slot they would read its neighbour."""
-    group = NAMESPACE.groups[0]
-    wider = msgspec.structs.replace(group, id=1, layers=("2", "3", "4", "5"))
-    both = msgspec.structs.replace(NAMESPACE, groups=(group, wider))
-
-    def work() -> None:
-        with port.client(namespace=both) as client:
-            (granted,) = client._step(wire.Step(0, credits={0: 1})).credits
-            small = granted.offsets[0]
-            with pytest.raises(Malformed, match=f"slot {small} has 4096 bytes"):
-                client._step(wire.Step(0, uses=[wire.Use(small, both.key(1, b"h"))]))
-            step = wire.Step(0, uses=[wire.Use(small, both.key(0, b"h"))])
-            assert client._step(step).used == [1]
-
-    await port.run(work)

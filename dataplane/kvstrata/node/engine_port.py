@@ -1,16 +1,14 @@
-"""Where engines reach their node: sessions, and the batches they send.
+"""Where engines reach their node: when sessions begin and end, and the messages they send.
 
-A session begins with its lifeline (see `kvstrata.wire`) and lives exactly as long as it. All
-that a session says is untrusted: a message that makes no sense is refused as a whole, with a
-`Failure` that says why, before any part of it has been acted on.
+A session begins with its lifeline (see `kvstrata.wire`) and lives exactly as long as it. A message
+that makes no sense is refused with a `Failure` that says why.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -27,39 +25,19 @@ from kvstrata.errors import (
     Malformed,
     NamespaceMismatch,
 )
-from kvstrata.host import NO_ROOM, PRESENT, Chunk, State
-from kvstrata.keys import DIGEST_BYTES, GROUP_BYTES, Key, Namespace, check_keys, require_same
+from kvstrata.keys import Namespace, check_keys, require_same
+from kvstrata.node.session import MAX_NAME, Session
 from kvstrata.node.store import Store
 
-__all__ = ["EnginePort", "Session"]
+__all__ = ["EnginePort"]
 
 _log = logging.getLogger(__name__)
 
-_PREFIX_BYTES = DIGEST_BYTES + GROUP_BYTES
 _MAX_SESSIONS = 256
-_MAX_NAME = 256
 _MAX_DROPS = 16
 # A flood would otherwise be read to its end before anyone else on the loop has a turn.
 _TURN = 16
 _MAX_MESSAGE_BYTES = 64 << 20
-_TO_WIRE = {State.READY: wire.State.HOST, State.WRITING: wire.State.PENDING}
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """One process's session. `owner` is its name in the host tier."""
-
-    id: bytes
-    owner: str
-    hello: wire.Hello | None = None
-    namespace: Namespace | None = None
-    prefixes: dict[bytes, int] = field(default_factory=dict)
-    """Namespace digest + group -> chunk bytes: the keys this session may speak of."""
-
-    @property
-    def label(self) -> str:
-        hello = self.hello
-        return f"{hello.engine}/{hello.role}" if hello else "unnamed"
 
 
 class EnginePort:
@@ -155,7 +133,8 @@ class EnginePort:
                 _log.warning("refused a session: %d engine processes are connected", _MAX_SESSIONS)
                 return
             self._numbers += 1
-            session = self.sessions[id_] = Session(id_, f"session:{self._numbers}")
+            owner = f"session:{self._numbers}"
+            session = self.sessions[id_] = Session(id_, owner, self._store, self._send)
             writer.write(LIFELINE_ACK)
             while await reader.read(4096):  # until the process ends; what it says is not kept
                 pass
@@ -191,8 +170,8 @@ class EnginePort:
             raise Malformed(f"protocol {hello.protocol}: this node speaks {wire.PROTOCOL}")
         if session.hello is not None:
             raise Malformed("a session says hello once")
-        if not 1 <= len(hello.engine) <= _MAX_NAME:
-            raise Malformed(f"an engine name has 1 to {_MAX_NAME} characters")
+        if not 1 <= len(hello.engine) <= MAX_NAME:
+            raise Malformed(f"an engine name has 1 to {MAX_NAME} characters")
         namespace = hello.namespace or self._engines.get(hello.engine)
         if hello.namespace is not None:
             # Every process of an engine must mean the same bytes. An engine that came back with
@@ -202,12 +181,8 @@ class EnginePort:
                     require_same(other.namespace, hello.namespace.checked())
             self._store.namespaces.add(hello.namespace)
             self._engines[hello.engine] = hello.namespace
-        session.hello = hello
-        session.namespace = namespace
+        session.begin(hello, namespace)
         if namespace is not None:
-            for group, nbytes in namespace.chunk_bytes.items():
-                prefix = namespace.digest + group.to_bytes(GROUP_BYTES, "big")
-                session.prefixes[prefix] = nbytes
             self._warn_of_size(hello, namespace)
         _log.info("session of %s began", session.label)
         return self._welcome(namespace)
@@ -243,7 +218,7 @@ class EnginePort:
             if session.hello is None:
                 raise Malformed("say hello first")
             if isinstance(message, wire.Step):
-                self._send(session, self._step(session, message))
+                self._send(session, session.step(message))
             elif isinstance(message, wire.Status):
                 self._send(session, self._status(seq))
             else:
@@ -256,120 +231,6 @@ class EnginePort:
             # The session can't tell how far its message got: it hears of it, and begins anew.
             _log.exception("a message of %s failed", session.label if session else "nobody")
             self._send_to(id_, _internal(seq, e))
-
-    def _step(self, session: Session, step: wire.Step) -> wire.StepReply:
-        self._check(session, step)
-        self._store.placements.told(step.tells)
-        host, owner, ttl = self._store.host, session.owner, self._store.settings.lease_ttl
-        for lease in step.releases:
-            self._store.abandon(owner, lease)
-        lapsed = host.renew(owner, step.renews, ttl)
-        for lease, keys in step.begin:
-            if not host.begin(owner, lease, _keys(keys)):
-                lapsed.append(lease)
-        for lease, keys in step.end:
-            host.end(owner, lease, _keys(keys))
-        committed = self._commit(owner, _keys(step.commits)) if step.commits else []
-        if step.aborts:
-            host.abort(owner, _keys(step.aborts))
-        uses = [(use.offset, Key(use.key)) for use in step.uses]
-        return wire.StepReply(
-            seq=step.seq,
-            committed=committed,
-            used=[int(u) for u in host.use(owner, uses)] if uses else [],
-            found=[self._lookup(session, lookup) for lookup in step.lookups],
-            reserved=self._reserve(session, step.reserves),
-            credits=self._credit(session, step.credits),
-            lapsed=lapsed,
-        )
-
-    def _check(self, session: Session, step: wire.Step) -> None:
-        """Refuse a step that is too large, or has a key that is not of this session's namespace
-        or would get a slot of another size."""
-        parts = len(step.releases) + len(step.renews) + len(step.begin) + len(step.end)
-        if parts + len(step.lookups) > wire.MAX_KEYS:
-            raise Malformed(f"a step names at most {wire.MAX_KEYS} leases")
-        batches = [step.commits, step.aborts, step.reserves]
-        batches += [keys for _, keys in (*step.begin, *step.end)]
-        batches += [lookup.keys for lookup in step.lookups]
-        batches.append([use.key for use in step.uses])
-        batches.append([told.key for told in step.tells])
-        total = 0
-        for batch in batches:
-            total += len(batch)
-            for key in check_keys(batch):
-                if key[:_PREFIX_BYTES] not in session.prefixes:
-                    raise Malformed(
-                        f"key {key.hex()} is not of this session's namespace and groups"
-                    )
-        if total > wire.MAX_KEYS:
-            raise Malformed(f"a step names at most {wire.MAX_KEYS} keys, this one {total}")
-        _check_tells(step.tells)
-        granted = self._store.host.granted(session.owner)
-        for use in step.uses:
-            nbytes = session.prefixes[use.key[:_PREFIX_BYTES]]
-            if granted.get(use.offset, nbytes) != nbytes:
-                raise Malformed(
-                    f"slot {use.offset} has {granted[use.offset]} bytes, "
-                    f"key {use.key.hex()} needs {nbytes}"
-                )
-        groups = {g.id for g in session.namespace.groups} if session.namespace else set()
-        if not groups.issuperset(step.credits) or min(step.credits.values(), default=0) < 0:
-            raise Malformed("credits are asked by group of this session's namespace, 0 or more")
-
-    def _lookup(self, session: Session, ask: wire.Lookup) -> wire.Found:
-        keys = _keys(ask.keys)
-
-        def settle(settled: Sequence[Key], chunks: Sequence[Chunk | None]) -> None:
-            states = bytes(wire.State.HOST if c else wire.State.MISS for c in chunks)
-            offsets = [c.offset if c else -1 for c in chunks]
-            self._send(session, wire.Resolved(ask.id, list(settled), states, offsets))
-
-        wait = min(max(ask.wait, 0.0), self._store.settings.pending_deadline)
-        states, chunks = self._store.lookup(session.owner, ask.id, keys, ask.want, wait, settle)
-        return wire.Found(
-            ask.id,
-            bytes(_TO_WIRE.get(state, wire.State.MISS) for state in states),
-            [c.offset if c else -1 for c in chunks],
-            self._store.settings.lease_ttl,
-        )
-
-    def _commit(self, owner: str, keys: Sequence[Key]) -> list[bool]:
-        host = self._store.host
-        if not self._store.draining:
-            return host.commit(owner, keys)
-        # Slots that were granted or reserved before may be written to, but no chunk comes of it.
-        host.abort(owner, keys)
-        return [host.get(key) is not None for key in keys]
-
-    def _reserve(self, session: Session, keys: Sequence[bytes]) -> list[int]:
-        if not keys:
-            return []
-        host = self._store.host
-        if self._store.draining:
-            return [NO_ROOM if s is State.ABSENT else PRESENT for s in host.find(_keys(keys))]
-        sizes = session.prefixes
-        return host.reserve(session.owner, [(Key(key), sizes[key[:_PREFIX_BYTES]]) for key in keys])
-
-    def _credit(self, session: Session, wanted: dict[int, int]) -> list[wire.Credits]:
-        """Top up what the session holds granted, within the node's budget for all sessions."""
-        if not wanted or session.namespace is None or self._store.draining:
-            return []
-        host = self._store.host
-        budget = int(host.slots.capacity * self._store.settings.credit_budget)
-        left = budget - host.usage().granted
-        held = host.granted(session.owner)
-        answers = []
-        for group, count in wanted.items():
-            nbytes = session.namespace.chunk_bytes[group]
-            size = host.slots.rounded(nbytes)
-            have = sum(n == nbytes for n in held.values())
-            grantable = min(count - have, left // size)
-            if grantable > 0:
-                offsets = host.grant(session.owner, nbytes, grantable)
-                left -= len(offsets) * size
-                answers.append(wire.Credits(group, offsets))
-        return answers
 
     def _drop(self, session: Session, message: wire.Drop) -> None:
         keys = None if message.keys is None else check_keys(message.keys)
@@ -404,23 +265,3 @@ class EnginePort:
 
 def _internal(seq: int, error: Exception) -> wire.Failure:
     return wire.Failure(seq, KVStrataError.code, f"internal error of the node: {error!r}"[:2000])
-
-
-def _check_tells(tells: Sequence[wire.Told]) -> None:
-    for told in tells:
-        blocks = len(told.blocks)
-        if not 1 <= blocks <= wire.MAX_BLOCKS:
-            raise Malformed(f"a chunk is told of with 1 to {wire.MAX_BLOCKS} blocks, not {blocks}")
-        if not told.tokens or len(told.tokens) % (4 * blocks):
-            raise Malformed(
-                f"{len(told.tokens)} bytes are not the tokens, 4 bytes each, of {blocks} blocks"
-            )
-        hashes = [*told.blocks, 0 if told.parent is None else told.parent]
-        if min(hashes) < 0 or max(hashes) >= 1 << 64:
-            raise Malformed("blocks are told of by 64 bits of their hashes")
-        if max(len(told.lora), len(told.salt)) > _MAX_NAME:
-            raise Malformed(f"a LoRA or salt has at most {_MAX_NAME} characters")
-
-
-def _keys(raw: Sequence[bytes]) -> list[Key]:
-    return list(raw)  # type: ignore[arg-type]  # checked before anything is done with them
