@@ -385,7 +385,9 @@ class ServerSettings(_Settings):
     listen: Listen = "127.0.0.1:7800"
     """`host:port`. Anything but loopback requires a token."""
     database: str = "sqlite+aiosqlite:///kvstrata.sqlite"
-    """SQLAlchemy URL with an async driver. Migrations are applied at start."""
+    """SQLAlchemy URL with an async driver. Migrations are applied at start; a database that a newer
+    version made is refused. SQLite's file stays where it is while a server runs: one that is
+    removed or replaced ends its writes (503) until it is back, or the server restarted."""
     token: Token = ""
     """Bearer token with the role `admin`, beside those made by `kvstrata token`. Without any token
     there is no authentication, and the server listens on loopback only."""

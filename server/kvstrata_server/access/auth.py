@@ -64,8 +64,8 @@ class Gate:
         finally:
             operation = getattr(scope.get("route"), "name", "")
             audited = operation and needs_of(operation, scope["method"]).audited
-            # While it is full nothing is done (see `authorize`): only refusals are not kept.
-            if audited and not self._state.writer.full:
+            # Else nothing is done (see `authorize`): only refusals are not kept.
+            if audited and self._state.writer.takes:
                 self._state.writer.put(
                     PutAudit(
                         time=self._state.clock(),

@@ -93,6 +93,7 @@ async def _prepare(database: Database) -> None:
     try:
         await database.migrate()
     except ConfigError as e:
+        await database.require_ours()
         try:
             await listed(database)
         except Exception:

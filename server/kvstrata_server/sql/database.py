@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
-import os
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -27,6 +25,8 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from kvstrata.errors import ConfigError
+from kvstrata_server.sql.file import DatabaseFile
+from kvstrata_server.sql.opening import advice, require_ours
 from kvstrata_server.sql.reads import Reads
 
 __all__ = ["Database", "alembic_config", "may_pass", "migrations_dir"]
@@ -75,7 +75,6 @@ class Database:
                 "that is installed, as in sqlite+aiosqlite:///kvstrata.sqlite or "
                 "postgresql+asyncpg://user@host/kvstrata"
             ) from e
-        self._lock: int | None = None
         backend = self._url.get_backend_name()
         if backend not in ("sqlite", "postgresql"):
             raise ConfigError(
@@ -83,6 +82,12 @@ class Database:
             )
         self.shared = backend == "postgresql"
         """Whether other servers may use it at the same time."""
+        path = self._url.database
+        self._file = (
+            DatabaseFile(path, self.shown)
+            if path and path != ":memory:" and not self.shared
+            else None
+        )
         self._reads = Reads(self.engine, may_pass, statement_timeout=self.shared)
         self.read_seconds = _READ_SECONDS
         """How long a read may take. Whom somebody waits for, has less patience."""
@@ -97,47 +102,40 @@ class Database:
         return self._url.render_as_string(hide_password=True)
 
     async def migrate(self) -> None:
-        """Bring the schema to the newest version. Raises `ConfigError` if it can't be opened."""
-        self._claim()
+        """Bring the schema to the newest version. Raises `ConfigError`, with what to do, if it
+        can't be opened, or is a newer version's or no database of ours."""
+        if self._file is not None:
+            await asyncio.to_thread(self._file.claim)
+        await self._prepared(upgrade=True)
+        if self._file is not None:
+            await asyncio.to_thread(self._file.opened)
+
+    async def require_ours(self) -> None:
+        """Raises as `migrate` does, and changes nothing: for what is beside a server that runs."""
+        await self._prepared(upgrade=False)
+
+    async def _prepared(self, upgrade: bool) -> None:
         try:
             async with self.engine.begin() as connection:
-                await self.lock(connection)
-                await connection.run_sync(_upgrade)
+                if upgrade:
+                    await self.lock(connection)
+                await connection.run_sync(partial(_prepare, self.shown, upgrade))
         except (DBAPIError, OSError) as e:
             raise ConfigError(
                 f"server.database {self.shown} can't be opened: {getattr(e, 'orig', e)}. "
-                "May this user read and write it?"
+                f"{advice(e)}"
             ) from e
+
+    async def require_kept(self) -> None:
+        """Raises `OSError`, with what to do, where what is written would be lost: SQLite's file
+        was removed or replaced."""
+        if self._file is not None:
+            await asyncio.to_thread(self._file.check)
 
     async def lock(self, connection: AsyncConnection) -> None:
         """In a transaction: be the only server that writes until its end."""
         if self.shared:
             await connection.execute(_LOCK)
-
-    def _claim(self) -> None:
-        """Keep a second server off the file: each has an index of its own, and would not see
-        what the other one wrote. The claim ends with the process, however it ends."""
-        path = self._url.database
-        if self.shared or not path or path == ":memory:":
-            return
-        if self._lock is not None:
-            return
-        try:
-            lock = os.open(f"{path}-lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as e:
-            raise ConfigError(
-                f"server.database {self.shown} can't be opened: {e.strerror}. "
-                "Make its directory, or choose one that this user may write to"
-            ) from e
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            os.close(lock)
-            raise ConfigError(
-                f"server.database {self.shown} is used by another control plane: end that one, "
-                "or choose another file"
-            ) from e
-        self._lock = lock
 
     async def stream(self, select: Executable) -> AsyncIterator[list[Any]]:
         """Rows in parts, so that a big table neither fills memory nor holds the loop; as long as
@@ -179,9 +177,8 @@ class Database:
                 await self.engine.dispose()
         except TimeoutError:
             log.warning("the database does not answer: its connections end with this process")
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self._file is not None:
+            self._file.release()
 
 
 def may_pass(error: Exception) -> bool:
@@ -195,8 +192,11 @@ def may_pass(error: Exception) -> bool:
     return False
 
 
-def _upgrade(connection: Connection) -> None:
-    command.upgrade(alembic_config(connection), "head")
+def _prepare(shown: str, upgrade: bool, connection: Connection) -> None:
+    config = alembic_config(connection)
+    require_ours(connection, config, shown)
+    if upgrade:
+        command.upgrade(config, "head")
 
 
 def _set_pragmas(busy_ms: int, connection: Any, record: object) -> None:

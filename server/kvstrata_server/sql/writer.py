@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -23,6 +24,9 @@ from kvstrata_server.sql.writes import Write
 __all__ = ["Writer"]
 
 log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
+"""Time after which it is looked whether the database is still there, where nothing is written."""
 
 
 class Writer:
@@ -42,6 +46,8 @@ class Writer:
     ) -> None:
         self.problem = ""
         """Why the last attempt to write failed; empty if it didn't."""
+        self.lost = False
+        """Whether that was because the database is no more the one that was opened."""
         self.dropped = 0
         """Writes that the database refused for what they say: a defect of ours."""
         self._database = database
@@ -62,12 +68,19 @@ class Writer:
         return self._rows
 
     @property
+    def takes(self) -> bool:
+        """Whether `require_room` would not raise."""
+        return not (self.full or self.lost)
+
+    @property
     def full(self) -> bool:
         """Whether SQL is too far behind."""
         return self._rows >= self._max_rows
 
     def require_room(self) -> None:
-        """Raises `Busy` while it is `full`. Call it before changing the index."""
+        """Raises `Busy` while it is `full` or `lost`. Call it before changing the index."""
+        if self.lost:
+            raise Busy(self.problem)
         if self.full:
             raise Busy(
                 f"the database is {self._rows} rows behind; send this again later. "
@@ -99,7 +112,7 @@ class Writer:
     async def drain(self, timeout: float) -> None:
         """Write what is queued, for `timeout` seconds at most. What is left, nodes report again."""
         try:
-            await self.flushed(timeout)
+            await self.flushed(0.0 if self.lost else timeout)
         except Busy:
             log.error("ending with %d rows unwritten", self._rows)
 
@@ -107,12 +120,13 @@ class Writer:
         """Commit what is put, for ever. A database that is locked, full or away is retried."""
         backoff = Backoff()
         while True:
-            while not self._queue:
+            if not self._queue:
                 self._filled.clear()
-                await self._filled.wait()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._filled.wait(), _LOOK_SECONDS)
             try:
                 async with asyncio.timeout(self._batch_seconds):
-                    await self.write_batch()
+                    await (self.write_batch() if self._queue else self._look())
             except (SQLAlchemyError, OSError, TimeoutError) as e:
                 if not may_pass(e):
                     raise
@@ -124,6 +138,22 @@ class Writer:
                 continue
             backoff.reset()
             self.problem = ""
+
+    async def _transaction(self, writes: Sequence[Write]) -> None:
+        async with self._database.engine.begin() as connection:
+            await self._database.lock(connection)
+            for write in writes:
+                await write.apply(connection)
+            await self._look()
+
+    async def _look(self) -> None:
+        """Whether what is written would be kept. Raises `OSError`."""
+        try:
+            await self._database.require_kept()
+        except OSError as e:
+            self.problem, self.lost = str(e), True
+            raise
+        self.lost = False
 
     async def write_batch(self) -> None:
         """Commit the oldest changes as one transaction. If it fails they stay queued."""
@@ -147,10 +177,7 @@ class Writer:
 
     async def _commit(self, batch: list[Write]) -> None:
         try:
-            async with self._database.engine.begin() as connection:
-                await self._database.lock(connection)
-                for write in batch:
-                    await write.apply(connection)
+            await self._transaction(batch)
         except Exception as e:
             # Drivers have errors of their own for what they can't send, as OverflowError.
             if may_pass(e):
@@ -161,9 +188,7 @@ class Writer:
         """One of them is wrong in itself and would block all others forever: leave it out."""
         for write in batch:
             try:
-                async with self._database.engine.begin() as connection:
-                    await self._database.lock(connection)
-                    await write.apply(connection)
+                await self._transaction([write])
             except Exception as e:
                 if may_pass(e):
                     raise
