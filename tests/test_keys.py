@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvstrata.errors import Malformed, NamespaceMismatch
 from kvstrata.keys import (
     DIGEST_BYTES,
+    MAX_GROUPS,
     MAX_KEY_BYTES,
     Field,
     Group,
@@ -230,6 +231,14 @@ def group_edited(**changes: Any) -> bytes:
 def test_documents_that_cannot_be(raw: bytes) -> None:
     with pytest.raises(Malformed, match="namespace"):
         Namespace.parse(raw)
+
+
+def test_so_many_groups_and_no_more() -> None:
+    [group] = msgspec.to_builtins(a_namespace())["groups"]
+    groups = [{**group, "id": n} for n in range(MAX_GROUPS + 1)]
+    assert len(Namespace.parse(edited(groups=groups[1:])).groups) == MAX_GROUPS
+    with pytest.raises(Malformed, match=f"{MAX_GROUPS + 1} groups, and at most {MAX_GROUPS}"):
+        Namespace.parse(edited(groups=groups))
 
 
 def test_tokens_per_hash_are_those_of_a_block_or_told() -> None:

@@ -22,6 +22,7 @@ from kvstrata.errors import Malformed, NamespaceMismatch
 
 __all__ = [
     "DIGEST_BYTES",
+    "MAX_GROUPS",
     "MAX_HASH_BYTES",
     "MAX_KEY_BYTES",
     "Field",
@@ -39,6 +40,9 @@ DIGEST_BYTES = 16
 GROUP_BYTES = 4
 MAX_HASH_BYTES = 32
 MAX_KEY_BYTES = DIGEST_BYTES + GROUP_BYTES + MAX_HASH_BYTES
+
+MAX_GROUPS = 128
+"""Most groups of a namespace: models have one to a few dozen, and lookups look at each."""
 
 _PREFIX_BYTES = DIGEST_BYTES + GROUP_BYTES
 _MAX_CHUNK_BYTES = 1 << 34
@@ -181,6 +185,11 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
             raise Malformed(f"namespace: schema is {self.schema}, this version reads 1")
         if self.layout != "page-u1":
             raise Malformed(f"namespace: layout is {self.layout!r}, this version reads 'page-u1'")
+        if len(self.groups) > MAX_GROUPS:
+            raise Malformed(
+                f"namespace: {len(self.groups)} groups, and at most {MAX_GROUPS} may be: let "
+                "layers of one kind and geometry share one"
+            )
         if self.blocks_per_chunk < 1:
             raise Malformed("namespace: blocks_per_chunk must be at least 1")
         if not self.groups or len({g.id for g in self.groups}) != len(self.groups):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 from pathlib import Path
@@ -24,12 +25,14 @@ from kvstrata.bulk import (
     runs_of,
 )
 from kvstrata.errors import Malformed, Missing
-from kvstrata.keys import Field, Group, Namespace
+from kvstrata.keys import MAX_GROUPS, Field, Group, Namespace
 from kvstrata.testing.geometries import GEOMETRIES
 from kvstrata_server.access import tokens
 from kvstrata_server.access.roles import Role
-from kvstrata_server.lookups import lookup, prompts
+from kvstrata_server.lookups import apart, lookup, prompts
 from kvstrata_server.lookups.hashing import chunk_keys
+from kvstrata_server.placement import index
+from kvstrata_server.placement.namespaces import Namespaces
 
 BLOCK = 4
 TOKENS = list(range(100, 140))  # ten blocks, five chunks
@@ -485,3 +488,88 @@ async def test_an_answer_gives_so_many_keys_and_no_more(
         reply = await r.control.lookup(asked)
         assert [len(n.keys or ()) for n in reply.nodes] == [4, 3, 0]
         assert reply.nodes[2].keys is None
+
+
+@pytest.mark.parametrize(
+    "lookups",
+    [
+        test_as_by_the_keys_that_the_tokens_have,
+        test_each_namespace_of_a_model_counts_by_itself,
+        test_a_model_with_states,
+        test_a_model_with_windows_of_several_sizes,
+        test_as_msgpack,
+    ],
+)
+async def test_what_takes_long_is_done_in_steps_and_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lookups: Any
+) -> None:
+    """All of it, and with the same answers."""
+    monkeypatch.setattr(apart, "_MUCH", 0)
+    monkeypatch.setattr(index, "_FOUND", 1)
+    monkeypatch.setattr(index, "_MOST_HOLDERS", 1)
+    threads = set()
+    reusable = lookup.reusable
+
+    def watched(*args: Any) -> Any:
+        threads.add(threading.current_thread() is threading.main_thread())
+        return reusable(*args)
+
+    monkeypatch.setattr(lookup, "reusable", watched)
+    await lookups(tmp_path)
+    assert True not in threads
+
+
+@pytest.mark.parametrize("forgotten", range(3))
+async def test_a_node_may_be_forgotten_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: int
+) -> None:
+    monkeypatch.setattr(index, "_FOUND", 1)
+    async with running(tmp_path) as r:
+        for node in "ab":
+            await join(r.control, node)
+            await r.control.report(node, a_report(host(hexes(NAMESPACE, 0, 1))))
+        asked = api.LookupRequest(keys=hexes(NAMESPACE, 0, 1))
+        state = r.state
+        reading = asyncio.create_task(
+            lookup.look_up(state.cluster, state.metrics, state.hot, asked)
+        )
+        for _ in range(forgotten):
+            await asyncio.sleep(0)
+        assert not reading.done()
+        state.cluster.forget("a")
+        assert [(n.node, n.prefix) for n in (await reading).nodes] == [("b", 2)]
+
+
+async def test_a_prompt_has_so_many_chunks_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "MOST_CHUNKS", 12)
+    smaller = a_namespace(dtype="fp8", blocks_per_chunk=1)
+    async with running(tmp_path) as r:
+        await join(r.control, "a")
+        keys = host([*hexes(NAMESPACE, 0), *hexes(smaller, 0)])
+        await r.control.report("a", a_report(keys, of=(NAMESPACE, smaller)))
+        reply = await r.control.lookup(by_model())
+        assert [n.namespace for n in reply.nodes] == [NAMESPACE.digest.hex()]
+        assert reply.keys == 5
+        assert "are 10 chunks" in reply.refused[smaller.digest.hex()]
+        assert (await r.control.lookup(by_digest(smaller))).nodes[0].tokens == 4
+        monkeypatch.setattr(prompts, "MOST_CHUNKS", 4)
+        for asked in (by_model(), by_digest(NAMESPACE), by_digest(smaller)):
+            with pytest.raises(Malformed, match="ask about fewer tokens"):
+                await r.control.lookup(asked)
+
+
+async def test_a_namespace_with_too_many_groups_is_refused(tmp_path: Path) -> None:
+    [group] = NAMESPACE.groups
+    many = tuple(msgspec.structs.replace(group, id=n) for n in range(MAX_GROUPS + 1))
+    async with running(tmp_path) as r:
+        await join(r.control, "a")
+        wrong = a_report(host(hexes(NAMESPACE, 0)), of=(a_namespace(groups=many),))
+        with pytest.raises(Malformed, match="129 groups, and at most 128"):
+            await r.control.report("a", wrong)
+        assert (await r.control.namespaces()).namespaces == []
+    # One that an earlier version took doesn't keep the server from starting.
+    known = Namespaces()
+    known.load(NAMESPACE.digest, a_namespace(groups=many).document)
+    assert known.get(NAMESPACE.digest) is None

@@ -146,5 +146,5 @@ class LookupReply(Answer):
     then the same in host memory, then the youngest report. Nodes that hold none of the keys are
     left out."""
     refused: dict[str, str] = {}
-    """Digests of the model's namespaces whose hashes this server can't compute, and why. Where it
-    can compute none the request fails."""
+    """Digests of the model's namespaces whose hashes this server can't compute, or of which the
+    tokens are too many chunks, and why. Where that is so of all the request fails."""

@@ -15,9 +15,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from kvstrata.api import NodeState
 from kvstrata.errors import Busy, Missing
+from kvstrata_server.lookups.apart import apart, found
 from kvstrata_server.lookups.prompts import Prompt
 from kvstrata_server.lookups.reuse import reusable_in_order
 from kvstrata_server.placement.cluster import Cluster
@@ -142,10 +144,13 @@ async def overlaps(cluster: Cluster, prompts: Iterable[Prompt]) -> dict[str, Ove
     have their turns."""
     best: dict[str, Overlap] = {}
     for prompt in prompts:
-        reach = cluster.reach(cluster.up())
-        held = cluster.index.held(prompt.batch(cluster.index.families), reach)
+        batch = await apart(len(prompt), partial(prompt.batch, cluster.index.families))
+        held = await found(cluster.index, batch, cluster.reach_up())
         step = prompt.chain.rule.step
-        for node, (cpu, disk) in reusable_in_order(prompt.chain, held, HOST).items():
+        reused = await apart(
+            len(held) * len(held.places), partial(reusable_in_order, prompt.chain, held, HOST)
+        )
+        for node, (cpu, disk) in reused.items():
             if disk * step > best.get(node, Overlap()).disk:
                 best[node] = Overlap(cpu * step, disk * step)
         await asyncio.sleep(0)

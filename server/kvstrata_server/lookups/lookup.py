@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from kvstrata import api
-from kvstrata.bulk import BulkLookup, BulkModelLookup, BulkNamespaceLookup
+from kvstrata.bulk import BulkLookup, BulkModelLookup, BulkNamespaceLookup, KeyRun
 from kvstrata.keys import DIGEST_BYTES, Key
+from kvstrata_server.lookups.apart import apart, found
 from kvstrata_server.lookups.hot import HotPrefixes
 from kvstrata_server.lookups.prompts import Prompt, Prompts
 from kvstrata_server.lookups.reuse import Chain, Reusable, reusable
 from kvstrata_server.metrics import Metrics
 from kvstrata_server.placement.batches import KeyBatch
-from kvstrata_server.placement.cluster import Cluster
+from kvstrata_server.placement.cluster import Cluster, Node
 from kvstrata_server.placement.held import Held, Reach, Tallied, tally
 from kvstrata_server.placement.index import HOST
 from kvstrata_server.placement.namespaces import Namespaces
@@ -42,7 +44,7 @@ class _Question:
     namespace: str | None = None
 
 
-def look_up(
+async def look_up(
     cluster: Cluster, metrics: Metrics, hot: HotPrefixes, asked: api.LookupRequest | BulkLookup
 ) -> api.LookupReply:
     """What each node that is up could serve of the keys, best node first."""
@@ -51,20 +53,19 @@ def look_up(
         batch = families.of_runs(asked.keys, intern=False)
     else:
         batch = families.of_hex(asked.keys, intern=False)
-    question = _Question(batch, _chain(cluster, batch, asked), lambda at: _texts(asked, at))
-    held = cluster.index.held(batch, _reach(cluster, asked.nodes))
-    nodes = _nodes(cluster, question, held)
+    chain = await apart(len(batch), lambda: _chain(cluster, batch, asked))
+    question = _Question(batch, chain, _texts_of(asked))
+    held = await found(cluster.index, batch, _reach(cluster, asked.nodes))
+    nodes = await _nodes(cluster, question, held)
     if asked.mode == "all":
-        which = _positions(held)
-        for node in nodes:
-            node.keys = _texts(asked, which[node.node])
+        await apart(len(held) * len(nodes), lambda: _add_held(question, held, nodes))
         nodes.sort(key=_most_keys)
         _count(metrics, None, question, nodes)
     else:
         nodes.sort(key=_rank)
         _count(metrics, hot, question, nodes)
         if asked.return_keys:
-            _add_keys([question], nodes)
+            await apart(len(batch), lambda: _add_keys([question], nodes))
     return api.LookupReply(keys=len(batch), nodes=nodes)
 
 
@@ -73,21 +74,21 @@ async def look_up_prompts(
 ) -> api.LookupReply:
     """The same of a prompt, in each namespace that it was hashed for."""
     questions: list[_Question] = []
-    found: list[api.NodePlacement] = []
+    all_nodes: list[api.NodePlacement] = []
     for prompt in prompts.each:
         if questions:
-            await asyncio.sleep(0)  # a long prompt takes ten milliseconds for each
-        question = _of_prompt(cluster, prompt)
+            await asyncio.sleep(0)  # there may be hundreds of them
+        question = await apart(len(prompt), partial(_of_prompt, cluster, prompt))
         questions.append(question)
-        reach = _reach(cluster, asked.nodes)
-        nodes = _nodes(cluster, question, cluster.index.held(question.batch, reach))
+        held = await found(cluster.index, question.batch, _reach(cluster, asked.nodes))
+        nodes = await _nodes(cluster, question, held)
         _count(metrics, hot, question, nodes)
-        found += nodes
-    found.sort(key=_rank)
-    if asked.return_keys:
-        _add_keys(questions, found)
+        all_nodes += nodes
+    all_nodes.sort(key=_rank)
     keys = sum(len(question.batch) for question in questions)
-    return api.LookupReply(keys=keys, nodes=found, refused=prompts.refused)
+    if asked.return_keys:
+        await apart(keys, lambda: _add_keys(questions, all_nodes))
+    return api.LookupReply(keys=keys, nodes=all_nodes, refused=prompts.refused)
 
 
 def _reach(cluster: Cluster, nodes: Sequence[str] | None) -> Reach:
@@ -101,7 +102,7 @@ def _of_prompt(cluster: Cluster, prompt: Prompt) -> _Question:
     return _Question(
         prompt.batch(cluster.index.families),
         prompt.chain,
-        lambda at: [key.hex() for key in prompt.keys(at)],
+        prompt.texts,
         prompt.namespace.digest.hex(),
     )
 
@@ -121,8 +122,7 @@ def _chain(
         end = 0
         for run in asked.keys:
             start, end = end, end + len(run)
-            prefix = run.namespace + run.group.to_bytes(_PREFIX_BYTES - DIGEST_BYTES, "big")
-            places.setdefault(prefix, []).extend(range(start, end))
+            places.setdefault(_prefix_of(run), []).extend(range(start, end))
     else:
         texts: dict[str, list[int]] = {}
         for position, text in enumerate(asked.keys):
@@ -141,13 +141,28 @@ def _chain_of(namespaces: Namespaces, places: Mapping[bytes, Slots]) -> Chain | 
     return Chain.of(rule, by_group)
 
 
-def _texts(asked: api.LookupRequest | BulkLookup, at: Sequence[int]) -> list[str]:
+def _texts_of(asked: api.LookupRequest | BulkLookup) -> Callable[[Sequence[int]], list[str]]:
+    """Names of the keys asked for, by position."""
     if isinstance(asked, api.LookupRequest):
-        return [asked.keys[position] for position in at]
-    if len(at) == 1:
-        return [_key_at(asked, at[0]).hex()]
-    keys = [key for run in asked.keys for key in run.each()]
-    return [keys[position].hex() for position in at]
+        keys = asked.keys
+        return lambda at: [keys[position] for position in at]
+    named: list[str] = []
+
+    def texts(at: Sequence[int]) -> list[str]:
+        if len(at) == 1:
+            return [_key_at(asked, at[0]).hex()]
+        if not named:
+            for run in asked.keys:
+                prefix = _prefix_of(run).hex()
+                hashes, size = run.hashes.hex(), 2 * run.size
+                named.extend(prefix + hashes[i : i + size] for i in range(0, len(hashes), size))
+        return [named[position] for position in at]
+
+    return texts
+
+
+def _prefix_of(run: KeyRun) -> bytes:
+    return run.namespace + run.group.to_bytes(_PREFIX_BYTES - DIGEST_BYTES, "big")
 
 
 def _key_at(asked: BulkLookup, position: int) -> Key:
@@ -161,16 +176,24 @@ def _key_at(asked: BulkLookup, position: int) -> Key:
 # ------------------------------------------------------------ what is answered
 
 
-def _nodes(cluster: Cluster, question: _Question, held: Held) -> list[api.NodePlacement]:
+async def _nodes(cluster: Cluster, question: _Question, held: Held) -> list[api.NodePlacement]:
     chain = question.chain
-    steps = None if chain is None or chain.plain else reusable(chain, held)
-    return [_placement(cluster, question, node, each, steps) for node, each in tally(held).items()]
+
+    def work() -> tuple[dict[str, Tallied], Reusable | None]:
+        steps = None if chain is None or chain.plain else reusable(chain, held)
+        return tally(held), steps
+
+    tallied, steps = await apart(len(held) * len(held.places), work)
+    return [
+        _placement(cluster, question, node, tallied[node.id], steps)
+        for node in map(cluster.nodes.get, tallied)
+        if node is not None  # forgotten meanwhile
+    ]
 
 
 def _placement(
-    cluster: Cluster, question: _Question, name: str, tallied: Tallied, steps: Reusable | None
+    cluster: Cluster, question: _Question, node: Node, tallied: Tallied, steps: Reusable | None
 ) -> api.NodePlacement:
-    node = cluster.nodes[name]
     step = None if question.chain is None else question.chain.rule.step
 
     # Where a step is a chunk, it is as many as there are without a gap.
@@ -178,15 +201,15 @@ def _placement(
         return None if step is None else steps * step
 
     return api.NodePlacement(
-        node=name,
+        node=node.id,
         incarnation=node.incarnation,
         prefix=tallied.prefix,
-        tokens=tokens(tallied.prefix if steps is None else steps.nodes[name]),
+        tokens=tokens(tallied.prefix if steps is None else steps.nodes[node.id]),
         tiers={
             tier: api.Tally(
                 found=found,
                 prefix=prefix,
-                tokens=tokens(prefix if steps is None else steps.tiers[name, tier]),
+                tokens=tokens(prefix if steps is None else steps.tiers[node.id, tier]),
             )
             for tier, (found, prefix) in sorted(tallied.tiers.items())
         },
@@ -209,13 +232,13 @@ def _most_keys(node: api.NodePlacement) -> tuple[int, int, float, str]:
     return -len(node.keys or ()), 0 if host is None else -host.found, node.age, node.node
 
 
-def _positions(held: Held) -> dict[str, list[int]]:
-    """Per node those of the keys that it has."""
+def _add_held(question: _Question, held: Held, nodes: Sequence[api.NodePlacement]) -> None:
+    """Which of the keys each has."""
     has = held.per_node(held.sets)
-    return {
-        node: np.flatnonzero(has[held.rows, column]).tolist()
-        for column, node in enumerate(held.nodes)
-    }
+    columns = {node: column for column, node in enumerate(held.nodes)}
+    for node in nodes:
+        at = np.flatnonzero(has[held.rows, columns[node.node]])
+        node.keys = question.texts(at.tolist())
 
 
 def _add_keys(questions: Sequence[_Question], nodes: Sequence[api.NodePlacement]) -> None:
@@ -238,7 +261,8 @@ def _needed(question: _Question, node: api.NodePlacement) -> list[int]:
     if question.chain is None or question.chain.plain:
         return list(range(node.prefix))
     steps = (node.tokens or 0) // question.chain.rule.step
-    return [int(position) for position in question.chain.needed(steps)]
+    needed: list[int] = question.chain.needed(steps).tolist()
+    return needed
 
 
 def _count(

@@ -16,20 +16,37 @@ import numpy.typing as npt
 from kvstrata import api
 from kvstrata.bulk import TOKEN_BYTES, BulkModelTokens, BulkNamespaceTokens, check_tokens
 from kvstrata.errors import Malformed, Missing
-from kvstrata.keys import Key, Namespace
+from kvstrata.keys import Namespace
 from kvstrata_server.access.roles import Identity
-from kvstrata_server.lookups.hashing import prefix_hashes, scheme
+from kvstrata_server.lookups.apart import apart
+from kvstrata_server.lookups.hashing import (
+    prefix_hashes,
+    scheme,
+    sequence_hashes,
+    sequence_prefixes,
+)
 from kvstrata_server.lookups.reuse import Chain, rule_of
 from kvstrata_server.placement.batches import Families, KeyBatch
 from kvstrata_server.placement.namespaces import Namespaces
 from kvstrata_server.placement.table import Slots
 
-__all__ = ["Prompt", "Prompts", "hashed", "namespaces_of_model", "prompts_of"]
+__all__ = [
+    "MOST_CHUNKS",
+    "Prompt",
+    "Prompts",
+    "hashed",
+    "namespaces_of_model",
+    "prompts_of",
+    "sequenced",
+]
 
 Tokens = api.NamespaceTokens | api.ModelTokens | BulkNamespaceTokens | BulkModelTokens
 
 TokenIds = Sequence[int] | bytes
 """Numbers, or as `kvstrata.bulk` has them."""
+
+MOST_CHUNKS = 1 << 21
+"""Of one prompt, in all its namespaces: what they are looked for by takes about 100 B for each."""
 
 # Up to here hashing takes no longer than a change of threads is worth.
 _FEW_TOKENS = 16_384
@@ -51,12 +68,20 @@ class Prompt:
     links: Slots
 
     @classmethod
-    def of(cls, namespace: Namespace, hashes: Sequence[bytes]) -> Prompt:
-        """`hashes` as `hashing.prefix_hashes` gives them."""
+    def of(cls, namespace: Namespace, hashes: Sequence[bytes], most: int) -> Prompt:
+        """`hashes` as `hashing.prefix_hashes` gives them. Raises `Malformed` for more than `most`
+        chunks."""
         rule, per_hash = rule_of(namespace), namespace.hash_step
         if per_hash is None:
             raise ValueError(f"{namespace.model} has no hashes of known length")
         steps = len(hashes) * per_hash // rule.step
+        chunks = steps * sum(rule.kept(group) for group in rule.groups)
+        if chunks > most:
+            raise Malformed(
+                f"these tokens are {chunks} chunks of namespace {namespace.digest.hex()}, and at "
+                f"most {MOST_CHUNKS} of all namespaces are looked for: ask about fewer tokens, or "
+                "about one namespace"
+            )
         parts = []
         for group in rule.groups:
             apart = min(group.tokens // per_hash, len(hashes) + 1)
@@ -67,9 +92,11 @@ class Prompt:
         order = np.argsort(links, kind="stable")
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
+        ends = np.cumsum([part.size for part in parts])
         positions = [
-            places[groups == i].reshape(part.shape) for i, part in enumerate(parts)
-        ]  # fmt: skip
+            at.reshape(part.shape)
+            for at, part in zip(np.split(places, ends[:-1]), parts, strict=True)
+        ]
         size = len(hashes[0]) if hashes else 1
         table = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, size)
         chain = Chain(rule, steps, tuple(positions))
@@ -81,12 +108,13 @@ class Prompt:
     def batch(self, families: Families) -> KeyBatch:
         return families.of_columns(self._prefixes, self.groups, self.hashes[self.links])
 
-    def keys(self, positions: Slots | Sequence[int]) -> list[Key]:
-        prefixes, size = self._prefixes, self.hashes.shape[1]
+    def texts(self, positions: Slots | Sequence[int]) -> list[str]:
+        """The keys at these positions, as they travel in JSON."""
+        prefixes, size = [prefix.hex() for prefix in self._prefixes], 2 * self.hashes.shape[1]
         at = np.asarray(positions, np.int64)
-        raw = self.hashes[self.links[at]].tobytes()
+        hashes = self.hashes[self.links[at]].tobytes().hex()
         return [
-            Key(prefixes[group] + raw[i * size : (i + 1) * size])
+            prefixes[group] + hashes[i * size : (i + 1) * size]
             for i, group in enumerate(self.groups[at].tolist())
         ]
 
@@ -99,7 +127,7 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class Prompts:
     """One prompt in several namespaces. `refused`: digests of those whose hashes can't be
-    computed, and why."""
+    computed, or that have too many chunks, and why."""
 
     each: Sequence[Prompt]
     refused: dict[str, str]
@@ -147,7 +175,7 @@ async def needed_keys(
             f"these tokens need {len(needed)} keys, and {api.MAX_KEYS} may be: ask for "
             "the keys (`return_keys` of a lookup), and send them in parts"
         )
-    return [key.hex() for key in prompt.keys(needed)]
+    return await apart(len(needed), lambda: prompt.texts(needed))
 
 
 def namespaces_of_model(
@@ -183,6 +211,25 @@ async def hashed(
     return _hashed(chosen, tokens, seeds, lora, salt)
 
 
+async def sequenced(
+    chosen: Sequence[Namespace], hashes: Sequence[int], each_by_itself: bool
+) -> list[Prompt]:
+    """Of a prompt whose hashes by the scheme `xxh3` are known: of blocks with all before them, or
+    of each block by itself. Raises `Malformed` for namespaces of other schemes."""
+
+    def work() -> list[Prompt]:
+        sequence = sequence_hashes(hashes) if each_by_itself else hashes
+        prompts: list[Prompt] = []
+        left = MOST_CHUNKS
+        for namespace in chosen:
+            prompts.append(Prompt.of(namespace, sequence_prefixes(namespace, sequence), left))
+            left -= len(prompts[-1])
+        return prompts
+
+    # Of each a hash, and of each namespace's groups a few numbers.
+    return await apart((4 + len(chosen)) * len(hashes), work)
+
+
 def _numbers(raw: bytes) -> list[int]:
     """In parts, between which other threads may run."""
     packed = np.frombuffer(raw, f"<u{TOKEN_BYTES}")
@@ -200,15 +247,17 @@ def _hashed(
     known: dict[tuple[str, str, int | None], list[bytes]] = {}
     prompts: list[Prompt] = []
     refused: dict[str, Malformed] = {}
+    left = MOST_CHUNKS
     for namespace in chosen:
         like = scheme(namespace)
         try:
             if like not in known:
                 known[like] = prefix_hashes(namespace, tokens, seeds, lora, salt)
+            prompts.append(Prompt.of(namespace, known[like], left))
         except Malformed as e:
             refused[namespace.digest.hex()] = e
         else:
-            prompts.append(Prompt.of(namespace, known[like]))
+            left -= len(prompts[-1])
     if not prompts:
         raise next(iter(refused.values()))
     return Prompts(prompts, {digest: str(e) for digest, e in refused.items()})

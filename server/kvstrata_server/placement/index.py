@@ -133,6 +133,8 @@ class PlacementIndex:
         gathering = Gathering(reach)
         parts = []
         for start in range(0, len(batch), _FOUND):
+            if len(batch) > _FOUND:
+                yield
             numbers = self._numbers(batch.part(slice(start, start + _FOUND)))
             begins = np.flatnonzero(np.concatenate([[True], numbers[1:] != numbers[:-1]]))
             different, inverse = np.unique(numbers[begins], return_inverse=True)
@@ -146,7 +148,6 @@ class PlacementIndex:
                 rows.append(gathering.row(each))
             lengths = np.diff(np.append(begins, len(numbers)))
             parts.append(np.repeat(np.array(rows, np.int64)[inverse], lengths))
-            yield
         return gathering.held(np.concatenate(parts) if parts else np.empty(0, np.int64))
 
     def count_at(self, location: LocationId) -> int:

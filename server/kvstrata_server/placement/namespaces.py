@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import msgspec
 
 from kvstrata import api
+from kvstrata.errors import Malformed
 from kvstrata.keys import DIGEST_BYTES, Key, Namespace, split_key
 from kvstrata_server.access.roles import Identity
 from kvstrata_server.lookups.reuse import Rule, rule_of
@@ -14,6 +16,8 @@ from kvstrata_server.problems import Forbidden
 from kvstrata_server.sql.writes import PutNamespace, Write
 
 __all__ = ["Namespaces"]
+
+log = logging.getLogger(__name__)
 
 
 class Namespaces:
@@ -24,7 +28,11 @@ class Namespaces:
         self._rules: dict[bytes, Rule] = {}
 
     def load(self, digest: bytes, document: bytes | None) -> None:
-        self._known[digest] = None if document is None else Namespace.parse(document)
+        try:
+            self._known[digest] = None if document is None else Namespace.parse(document)
+        except Malformed as e:  # a version before this one took it
+            log.warning("the document of namespace %s counts as unknown: %s", digest.hex(), e)
+            self._known[digest] = None
 
     def learn(self, documents: Iterable[Namespace]) -> list[Write]:
         """Returns what is new."""

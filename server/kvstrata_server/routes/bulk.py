@@ -73,7 +73,7 @@ async def _lookup_placements(request: Request) -> Response:
         return _answer(found)
     if who.tenants is not None:
         state.namespaces.require_visible((run.namespace for run in asked.keys), who)
-    return _answer(look_up(state.cluster, state.metrics, state.hot, asked))
+    return _answer(await look_up(state.cluster, state.metrics, state.hot, asked))
 
 
 def _asked(body: bytes) -> BulkLookup | BulkNamespaceLookup | BulkModelLookup:

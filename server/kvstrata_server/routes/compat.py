@@ -29,8 +29,7 @@ from kvstrata.keys import Namespace
 from kvstrata_server.access.answered import acts_on
 from kvstrata_server.access.roles import Identity
 from kvstrata_server.lookups.compat import DEFAULT_TENANT, Asked, Overlap, overlaps
-from kvstrata_server.lookups.hashing import sequence_hashes, sequence_prefixes
-from kvstrata_server.lookups.prompts import Prompt, hashed, namespaces_of_model
+from kvstrata_server.lookups.prompts import hashed, namespaces_of_model, sequenced
 from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
 from kvstrata_server.routes.parameters import State, Who
@@ -256,11 +255,9 @@ async def query_prefix_by_hash(
     """The same of a prompt whose hashes the client has computed."""
     if (asked.block_hashes is None) == (asked.seq_hashes is None):
         raise Malformed("give `block_hashes` (Dynamo's) or `seq_hashes` (Mooncake's), not both")
-    hashes = asked.seq_hashes
-    if hashes is None:
-        hashes = sequence_hashes(asked.block_hashes or ())
     namespaces = _namespaces(state, who, asked)
-    prompts = [Prompt.of(n, sequence_prefixes(n, hashes)) for n in namespaces]
+    hashes = asked.seq_hashes if asked.block_hashes is None else asked.block_hashes
+    prompts = await sequenced(namespaces, hashes or (), asked.block_hashes is not None)
     return _answer(state, asked, await overlaps(state.cluster, prompts))
 
 

@@ -30,7 +30,7 @@ async def lookup_placements(request: api.Lookup, state: State, who: Who) -> api.
         return await look_up_prompts(state.cluster, state.metrics, state.hot, request, prompts)
     if who.tenants is not None:
         state.namespaces.require_visible(digests_of(request.keys), who)
-    return look_up(state.cluster, state.metrics, state.hot, request)
+    return await look_up(state.cluster, state.metrics, state.hot, request)
 
 
 @router.get(
