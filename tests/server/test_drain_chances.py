@@ -27,6 +27,8 @@ class World:
             node.name: {"host": set(), **{s: set() for s in node.stores}} for node in nodes
         }
         self.heard = dict.fromkeys(self.nodes, 0.0)
+        self.ailing: dict[str, list[str]] = {name: [] for name in self.nodes}
+        """As last told."""
         self.made = 0
         self.ended: dict[str, api.DrainInfo] = {}
 
@@ -59,7 +61,10 @@ class World:
         for name, node in self.nodes.items():
             if self.chance.random() < 0.8:
                 node.used = len(self.held[name]["host"]) * CHUNK_BYTES
-                await node.beat(settled=node.draining and self.chance.random() < 0.8)
+                self.ailing[name] = [s for s in node.stores if self.chance.random() < 0.1]
+                await node.beat(
+                    settled=node.draining and self.chance.random() < 0.8, ailing=self.ailing[name]
+                )
                 self.heard[name] = node.r.clock()
 
     async def pull(self) -> None:
@@ -94,12 +99,16 @@ class World:
         except (Missing, PeerRefused):  # there is none, or one for another purpose
             return
 
+    async def join(self, node: Node) -> None:
+        await node.join()
+        self.ailing[node.name], self.heard[node.name] = [], node.r.clock()
+
     async def start_anew(self) -> None:
         if self.chance.random() < 0.2:
             a = self.nodes["a"]
             a.incarnation, a.seq, a.draining = f"{a.incarnation}.", 0, False
             self.held["a"]["host"].clear()
-            await a.join()
+            await self.join(a)
 
     async def wait(self) -> None:
         self.nodes["a"].r.clock.advance(self.chance.choice([0.5, 1, 3, 6]))
@@ -120,11 +129,12 @@ class World:
             assert r.clock() < info.deadline
         if info.may_stop:
             up = [n for n in ("b", "c") if r.clock() - self.heard[n] <= TTL]
-            safe = set().union(*(at for n in up for at in self.held[n].values()))
-            if any("nfs" in self.held[n] for n in up):
-                safe |= self.held["a"]["nfs"]
+            safe = set().union(*(self.held[n]["host"] for n in up))
+            if "b" in up and not self.ailing["b"]:
+                safe |= self.held["a"]["nfs"] | self.held["b"]["nfs"]
             if info.for_ == "restart":
-                safe |= self.held["a"]["nfs"] | self.held["a"]["sa"]
+                well = {"nfs", "sa"}.difference(self.ailing["a"])
+                safe |= set().union(*(self.held["a"][store] for store in well))
                 assert self.held["a"]["host"] <= safe
             else:
                 assert set().union(*self.held["a"].values()) <= safe
@@ -147,8 +157,7 @@ async def test_what_a_drain_says_is_so_whatever_happens(tmp_path, seed):
     async with running(tmp_path, clock) as r:
         for node in world.nodes.values():
             node.r = r
-            await node.join()
-            world.heard[node.name] = clock()
+            await world.join(node)
         await act(world, 60)
         clock.advance(41)
         await world.check()

@@ -167,6 +167,32 @@ async def test_a_server_that_can_not_read_of_other_drains_calls_no_node_drained(
         assert "can't be read" in info.detail
 
 
+async def test_a_server_that_can_not_read_of_drains_opens_no_node_that_settled(
+    postgres_address, monkeypatch
+):
+    async def away(*args, **more):
+        raise Busy("the database is away")
+
+    clock = TurnedClock()
+    async with two_servers(postgres_address, clock) as (first, second, a, _):
+        with monkeypatch.context() as m:
+            m.setattr(second.state.drains._in_force, "_rows", away)
+            await begin(first)
+            await settle(a)
+            assert (await step(first)).may_stop
+            clock.advance(6)
+            await second.state.drains.advance()
+            a.r = second
+            await a.beat()
+            assert a.draining
+        await first.control.cancel_drain("a")
+        await second.state.drains.advance()
+        clock.advance(1)
+        await second.state.drains.advance()
+        await a.beat()
+        assert not a.draining
+
+
 async def test_one_whose_server_died_is_ended_by_another(postgres_address):
     clock = TurnedClock()
     async with running(postgres_address, clock) as first:

@@ -184,7 +184,8 @@ class Drains:
         self._nudged.pop(node_id, None)
         drain = self._in_force.get(node_id)
         if drain is None or drain.incarnation != beat.incarnation:
-            return False
+            # Another server may have said that a node may be stopped that has settled.
+            return beat.settled and not self._in_force.is_current
         node = self._cluster.nodes[node_id]
         has_all = beat.next_seq is not None and beat.next_seq <= node.next_seq
         settled = beat.settled and has_all and not node.snapshot_wanted

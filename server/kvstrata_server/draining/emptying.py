@@ -101,8 +101,8 @@ class Emptying:
             await self._move(drain, node, to_move, remaining)
 
     def hindrance(self, drain: Drain, node: Node) -> LeftReason:
-        """Why what was not tried isn't: for what most of those that were are left, where they are
-        so many; else there is no store and no node at all that could take it, or no room."""
+        """Why nothing is begun for what was not tried: so much was in vain, and then for what most
+        of that was; or no store and no node at all could take it; or there is no room."""
         tried = drain.tried(drain.attempts)
         if len(drain.attempts) >= _MOST_TRIED and tried:
             return tried.most_common(1)[0][0]

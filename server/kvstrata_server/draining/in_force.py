@@ -32,6 +32,8 @@ __all__ = ["InForce"]
 
 _COMMIT_TIMEOUT = 10.0
 _REFRESH = 1.0
+# After so long without a word from SQL others may have begun some that this server doesn't know.
+_STALE = 5.0
 # Of so many drains that are not in force any more it is remembered what was put last.
 _REMEMBERED = 100
 
@@ -56,6 +58,8 @@ class InForce:
         self._put: dict[str, tuple[PutDrain, int]] = {}
         """By drain what was last put, and the writer's position then."""
         self._refreshed = float("-inf")
+        self._read = float("-inf")
+        """When it was last asked of SQL, and when that last answered."""
 
     def __iter__(self) -> Iterator[Drain]:
         """As they are now: they may change meanwhile."""
@@ -98,8 +102,14 @@ class InForce:
 
     # ------------------------------------------------------------ SQL
 
+    @property
+    def is_current(self) -> bool:
+        """Whether this server knows of all of them but those of the last seconds."""
+        return not self._database.shared or self._clock() - self._read <= _STALE
+
     async def load(self) -> None:
         """Take up what SQL has, and set it anew at nodes that were loaded anew."""
+        self._read = self._clock()
         for row in await self._rows(DrainRow.in_force):
             self.adopt(self._drains.get(row.node) or drain_of(row))
 
@@ -162,6 +172,7 @@ class InForce:
                 found[row.node] = drain_of(row)
         except Busy:
             return {}  # they are as they were
+        self._read = now
         for drain in self:
             there = found.get(drain.node)
             is_same = there is not None and there.id == drain.id
