@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -52,6 +54,30 @@ async def remembering(path: Path, **kwargs: Any) -> AsyncIterator[Remembering]:
     yield here
     await here.memory.close()
     await here.memory.close()
+
+
+async def test_an_opening_that_is_cancelled_leaves_no_database_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Remembering(tmp_path / "m").memory
+    begun, go_on, opens = threading.Event(), threading.Event(), memory._open
+
+    def late() -> None:
+        begun.set()
+        assert go_on.wait(20)
+        opens()
+
+    monkeypatch.setattr(memory, "_open", late)
+    opening = asyncio.create_task(memory.open())
+    assert await asyncio.to_thread(begun.wait, 20)
+    opening.cancel()
+    await asyncio.wait([opening])
+    closing = asyncio.create_task(memory.close())
+    await asyncio.sleep(0)
+    go_on.set()
+    await closing
+    await asyncio.to_thread(memory._thread.shutdown)
+    assert memory._database is None
 
 
 async def test_what_was_told_is_there_again_in_its_order(tmp_path: Path) -> None:

@@ -150,6 +150,35 @@ async def test_run_node_says_what_is_stuck(tmp_path: Path) -> None:
     assert told == [[]]
 
 
+class Deaf(TroubledTier):
+    """Opens for ever, and is cancelled no sooner."""
+
+    opening = asyncio.Event()
+    released = asyncio.Event()
+
+    @classmethod
+    async def open(cls, options: dict[str, Any], context: TierContext) -> Tier:
+        cls.opening.set()
+        try:
+            await cls.released.wait()
+        finally:
+            await cls.released.wait()
+        return cls()
+
+
+async def test_run_node_waits_no_longer_for_a_start_that_does_not_end(tmp_path: Path) -> None:
+    told: list[list[str]] = []
+    config = settings(tmp_path, {"type": "test_node_stuck:Deaf"}, stop_deadline=0.2)
+    running = asyncio.create_task(run_node(config, lambda stuck: told.append(list(stuck))))
+    await Deaf.opening.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    done, _ = await asyncio.wait([running], timeout=20)
+    Deaf.released.set()
+    assert done
+    assert told == [["start"]]
+    await until(lambda: regions(tmp_path) == [])
+
+
 # ---------------------------------------------------------------- names, modes and wrappers
 
 

@@ -108,10 +108,10 @@ class World:
         return region
 
     async def transports(self, names, region, authorize, host=""):
-        started = await start_transports(names, region.view, authorize, host)
-        for transport in started:
+        def opened(transport):
             self.stack.push_async_callback(transport.close)
-        return started
+
+        return await start_transports(names, region.view, authorize, host, opened=opened)
 
     async def source(self, count=32, transports=("tcp",), kind=MemorySource, node=None):
         """A source with the first `count` chunks: (address, its MemorySource)."""

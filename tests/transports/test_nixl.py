@@ -3,6 +3,8 @@ import importlib.util
 import os
 import signal
 import sys
+import threading
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -38,6 +40,39 @@ async def test_not_installed(monkeypatch):
     with pytest.raises(ConfigError, match="pip install"):
         await transport.start()
     await transport.close()
+
+
+async def test_a_start_that_is_cancelled_is_ended_by_close(monkeypatch):
+    """Its thread is in C++ by then, registers the region, and can't be told to stop."""
+    begun, go_on, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class SlowAgent:
+        described, polls = b"here", False
+
+        def __init__(self, *_):
+            begun.set()
+            assert go_on.wait(20)
+
+        def close(self):
+            closed.set()
+
+    bind = SimpleNamespace(nixlRemoteDisconnectError=RuntimeError)
+    monkeypatch.setattr(nixl, "import_nixl", lambda: SimpleNamespace(nixlBind=bind))
+    monkeypatch.setattr(nixl, "Agent", SlowAgent)
+    before = set(threading.enumerate())
+    transport = NixlTransport(memoryview(bytearray(4096)), lambda *_: False, "127.0.0.1")
+    starting = asyncio.create_task(transport.start())
+    assert await asyncio.to_thread(begun.wait, 20)
+    starting.cancel()
+    await asyncio.wait([starting])
+    closing = asyncio.create_task(transport.close())
+    await asyncio.sleep(0.05)
+    assert not closing.done(), "its thread still uses the region"
+    go_on.set()
+    await closing
+    assert closed.is_set()
+    left = {t.name for t in set(threading.enumerate()) - before}
+    assert not {name for name in left if not name.startswith("asyncio")}
 
 
 @needs_nixl

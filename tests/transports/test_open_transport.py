@@ -44,16 +44,18 @@ def test_a_name_that_is_none(name):
 async def test_what_does_not_run_here_is_skipped(caplog):
     names = [f"{__name__}:Picky", "tcp"]
     caplog.set_level("INFO")
-    started = await start_transports(names, memory(), nobody, "127.0.0.1")
+    opened = []
+    started = await start_transports(names, memory(), nobody, "127.0.0.1", opened=opened.append)
     assert [t.name for t in started] == ["tcp"]
+    assert [t.name for t in opened] == ["picky", "tcp"]
     assert "not on this host" in caplog.text
-    for transport in started:
+    for transport in opened:
         await transport.close()
 
 
 async def test_none_left():
     with pytest.raises(ConfigError, match="not on this host"):
-        await start_transports([f"{__name__}:Picky"], memory(), nobody)
+        await start_transports([f"{__name__}:Picky"], memory(), nobody, opened=id)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +63,14 @@ async def test_none_left():
 )
 async def test_a_name_misspelt_is_not_skipped(names, told):
     with pytest.raises(ConfigError, match=told):
-        await start_transports(names, memory(), nobody, "127.0.0.1")
+        await start_transports(names, memory(), nobody, "127.0.0.1", opened=id)
 
 
-async def test_a_bug_is_not_hidden():
+async def test_a_bug_is_not_hidden_and_what_was_opened_is_known():
+    opened = []
+    names = ["tcp", f"{__name__}:Broken"]
     with pytest.raises(RuntimeError, match="a bug"):
-        await start_transports(["tcp", f"{__name__}:Broken"], memory(), nobody, "127.0.0.1")
+        await start_transports(names, memory(), nobody, "127.0.0.1", opened=opened.append)
+    assert [type(t) for t in opened] == [TcpTransport, Broken]
+    for transport in opened:
+        await transport.close()

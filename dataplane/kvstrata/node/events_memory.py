@@ -66,6 +66,7 @@ class EventMemory:
         # One thread: it alone touches the database.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvstrata-event-memory")
         self._database: sqlite3.Connection | None = None
+        self._closed = False
 
     async def open(self) -> None:
         """Raises `ConfigError` if the file can't be used."""
@@ -125,11 +126,15 @@ class EventMemory:
         await self._do(lambda: self._write(documents, tells))
 
     async def close(self) -> None:
-        """Write what is left. Idempotent."""
+        """Write what is left. Idempotent; also after an `open` that was cancelled."""
+        if self._closed:
+            return
+        self._closed = True
         try:
             if self._database is not None:
                 await self.flush()
-                await self._do(self._close)
+            # The thread may be about to open it only now.
+            await self._do(self._close)
         except sqlite3.Error as e:
             _log.warning("%s was not written to its end: %s", self._path, e)
         finally:

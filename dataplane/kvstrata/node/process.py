@@ -201,10 +201,12 @@ class Node:
             return
         listen_host = parse_address(peers.listen).host if peers.listen else ""
         self._transports = await start_transports(
-            peers.transports, self.region.view, self.grants.authorize, listen_host
+            peers.transports,
+            self.region.view,
+            self.grants.authorize,
+            listen_host,
+            opened=lambda t: self._ending.add(f"transport {t.name}", t.close),
         )
-        for transport in self._transports:
-            self._ending.add(f"transport {transport.name}", transport.close)
         self._links = PeerLinks(peers, self.settings.id, self.incarnation, self._transports)
         self._ending.add("peer links", self._links.close)
         self.pulls = Pulls(self.store, self._links)

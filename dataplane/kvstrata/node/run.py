@@ -41,7 +41,12 @@ async def run_node(
             stopping.cancel()
             if not starting.done():
                 starting.cancel()
-                await asyncio.wait({starting})
+                # What is open already may take `stop_deadline` to close, and before that a part
+                # that opens may not heed us.
+                await asyncio.wait({starting}, timeout=2 * settings.stop_deadline)
+        if not starting.done():
+            _log.error("the start did not end in time")
+            return
         if starting.cancelled():
             return
         starting.result()
@@ -51,4 +56,4 @@ async def run_node(
         finally:
             await node.close()
     finally:
-        ended(node.stuck)
+        ended(node.stuck if starting.done() else [*node.stuck, "start"])

@@ -19,7 +19,7 @@ from kvstrata.node.peer_source import Grant, GrantedChunk
 from kvstrata.slots import Slots
 from kvstrata.testing.chunks import a_namespace
 from kvstrata.tiers.base import checksum
-from kvstrata.transports import open_transport, start_transports
+from kvstrata.transports import Transport, open_transport, start_transports
 
 __all__ = ["MemorySource", "SourceProcess", "demo_keys", "demo_namespace", "pattern"]
 
@@ -171,9 +171,12 @@ async def _serve_port(transports: Sequence[str], unit_bytes: int, count: int) ->
     source = MemorySource(memory, [namespace])
     for i, key in enumerate(demo_keys(namespace, count)):
         source.put(key, pattern(4 * unit_bytes, i))
-    opened = await start_transports(transports, memory, source.authorize, "127.0.0.1")
+    opened: list[Transport] = []
+    started = await start_transports(
+        transports, memory, source.authorize, "127.0.0.1", opened=opened.append
+    )
     settings = PeerSettings(listen="tcp://127.0.0.1:0", secret="s3cret")  # noqa: S106 - a test's
-    port = PeerPort(settings, "far", "1", source, opened)
+    port = PeerPort(settings, "far", "1", source, started)
     await port.start()
     print(port.address, flush=True)
     await asyncio.to_thread(sys.stdin.read)

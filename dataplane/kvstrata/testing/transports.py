@@ -16,6 +16,7 @@ import asyncio
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import ClassVar
@@ -360,6 +361,23 @@ class TransportTests:
         finally:
             os.kill(far.pid, signal.SIGCONT)
         assert bytes(memory) == bytes([FILL]) * SIZE
+
+    @pytest.mark.parametrize("seconds", [0.0, 0.01, 0.1])
+    async def test_a_start_that_is_cancelled_leaves_nothing(
+        self, memory: memoryview, seconds: float
+    ) -> None:
+        before = set(threading.enumerate())
+        transport = open_transport(self.transport, memory, lambda *_: False, self.host)
+        starting = asyncio.create_task(transport.start())
+        await asyncio.wait([starting], timeout=seconds)
+        starting.cancel()
+        await asyncio.wait([starting])
+        await transport.close()
+        await transport.close()
+        # Those of the event loop's own pool stay, idle.
+        left = {t.name for t in set(threading.enumerate()) - before}
+        assert not {name for name in left if not name.startswith("asyncio")}
+        memory.release()  # fails where anything looks at it still
 
     async def test_closed(self, source: Transport, consumer: Transport) -> None:
         remote = source.describe()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvstrata.errors import ConfigError
 from kvstrata.plugins import load_class
@@ -37,12 +36,18 @@ def _find(name: str) -> type[Transport]:
 
 
 async def start_transports(
-    names: Sequence[str], memory: memoryview, authorize: Authorize, listen_host: str = ""
+    names: Sequence[str],
+    memory: memoryview,
+    authorize: Authorize,
+    listen_host: str = "",
+    *,
+    opened: Callable[[Transport], object],
 ) -> list[Transport]:
     """Those of `names` that run on this host, started, in that order.
 
     One that can't is skipped with a log line. Raises `ConfigError` if none is left, and on a name
-    that is none on any host.
+    that is none on any host. `opened` is told of each before it starts: all of those the caller
+    closes, whatever comes of the start, and before `memory` goes.
     """
     if not names:
         raise ConfigError(f"peers.transports is empty: name some of {sorted(_BUILT_IN)}")
@@ -53,15 +58,11 @@ async def start_transports(
     for name in names:
         try:
             transport = open_transport(name, memory, authorize, listen_host)
+            opened(transport)
             await transport.start()
         except ConfigError as e:
             log.info("transport %s is left out: %s", name, e)
             reasons.append(str(e))
-        except BaseException:
-            for other in started:
-                with contextlib.suppress(Exception):
-                    await other.close()
-            raise
         else:
             started.append(transport)
     if not started:

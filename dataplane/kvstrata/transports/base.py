@@ -52,7 +52,10 @@ class Transport(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Begin to serve. Raises `ConfigError` where this host can't run the transport."""
+        """Begin to serve. Raises `ConfigError` where this host can't run the transport.
+
+        Whoever cancels it calls `close`, which ends what was begun.
+        """
 
     @abstractmethod
     def describe(self) -> bytes:
@@ -81,4 +84,7 @@ class Transport(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop serving and tear down every link. Idempotent."""
+        """Stop serving and tear down every link: nothing touches the region any more. Idempotent.
+
+        Also after a `start` that failed or was cancelled.
+        """

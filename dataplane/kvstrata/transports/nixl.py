@@ -64,9 +64,14 @@ class NixlTransport(Transport):
     async def start(self) -> None:
         # It takes half a second, in which the loop has others to serve.
         api = await asyncio.to_thread(import_nixl)
-        owner = _Owner(self._memory, api, is_loopback(self._listen_host))
-        await asyncio.wrap_future(owner.ready)
-        self._owner = owner
+        # Ours from the first moment: a start that is cancelled leaves it to `close`, since its
+        # thread goes on in C++ until the agent is there.
+        self._owner = _Owner(self._memory, api, is_loopback(self._listen_host))
+        try:
+            await asyncio.shield(asyncio.wrap_future(self._owner.ready))
+        except ConfigError:
+            self._owner = None
+            raise
 
     def describe(self) -> bytes:
         if self._owner is None or not self._listen_host:
