@@ -27,6 +27,7 @@ _ABOUT = f"""\
 Tokens for the control plane's API. The database is the server's: KVSTRATA_SERVER_DATABASE, the
 settings file, or --database. Servers that run know a new or revoked token within {REFRESH:g} s.
 """
+_DATABASE = "SQLAlchemy URL [env: KVSTRATA_SERVER_DATABASE]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,11 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser("kvstrata token", _ABOUT)
-    parser.add_argument("--database", help="SQLAlchemy URL [env: KVSTRATA_SERVER_DATABASE]")
-    acts = parser.add_subparsers(
-        dest="act", required=True, metavar="ACT", parser_class=argparse.ArgumentParser
-    )
-    made = acts.add_parser("create", help="make a token and print it, once")
+    parser.add_argument("--database", metavar="URL", help=_DATABASE)
+    acts = parser.add_subparsers(dest="act", required=True, metavar="ACT", parser_class=Parser)
+
+    def act(name: str, about: str) -> Parser:
+        added: Parser = acts.add_parser(
+            name, help=about, description=f"{about[0].upper()}{about[1:]}."
+        )
+        # Without a default of its own, which would hide what was said before the act.
+        added.add_argument("--database", metavar="URL", default=argparse.SUPPRESS, help=_DATABASE)
+        return added
+
+    made = act("create", "make a token and print it, once")
     made.add_argument("name", help="whose it is; shown in the audit log")
     made.add_argument("--role", required=True, choices=[role.value for role in Role])
     made.add_argument(
@@ -53,8 +61,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     made.add_argument("--node", help="only in the name of this node (role node)")
     made.add_argument("--expires", type=seconds, metavar="TIME", help="as in 720h; default: never")
-    acts.add_parser("list", help="the tokens there are, without the tokens themselves")
-    ended = acts.add_parser("revoke", help="end a token")
+    act("list", "the tokens there are, without the tokens themselves")
+    ended = act("revoke", "end a token")
     ended.add_argument("name")
     return parser.parse_args(argv)
 
@@ -79,6 +87,7 @@ async def _run(options: argparse.Namespace, address: str) -> int:
                 expires,
             )
             print(token)
+            print(f"made in {database.shown}", file=sys.stderr)
         else:
             await revoke(database, options.name, now)
             print(f"revoked: servers refuse it within {REFRESH:g} s", file=sys.stderr)
