@@ -29,6 +29,7 @@ from kvstrata_server.placement.index import PlacementIndex
 from kvstrata_server.placement.loading import load
 from kvstrata_server.placement.namespaces import Namespaces
 from kvstrata_server.placement.placement_writes import ForgetChunks
+from kvstrata_server.placement.reports import Reports
 from kvstrata_server.scheduling.evictions import Evictions
 from kvstrata_server.scheduling.transfers import Scheduler
 from kvstrata_server.scheduling.turns import Turns
@@ -72,11 +73,11 @@ class ControlState:
             self.places,
             self.namespaces,
             self.writer,
-            self.metrics,
             clock,
             settings.heartbeat_ttl,
             log_as=log_as,
         )
+        self.reports = Reports(self.cluster, self.writer, self.metrics, clock)
         self.hot = HotPrefixes(self.writer, clock)
         self.evictions = Evictions(
             self.cluster,
@@ -121,6 +122,7 @@ class ControlState:
         )
         self.follower = Follower(
             self.cluster,
+            self.reports,
             self.database,
             self.writer,
             clock,

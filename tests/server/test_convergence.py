@@ -97,7 +97,7 @@ class Convergence(RuleBasedStateMachine):
         if fate == "request lost":
             return True
         try:
-            answer = self.server.cluster.report(name, report)
+            answer = self.server.reports.report(name, report)
         except (Missing, Expired):
             node.registered = False
             return True
@@ -110,7 +110,7 @@ class Convergence(RuleBasedStateMachine):
         if self.sent:
             name, report = self.sent[-1 - which % len(self.sent)]
             try:
-                self.server.cluster.report(name, report)
+                self.server.reports.report(name, report)
             except (Missing, Expired):
                 return
 
@@ -124,7 +124,7 @@ class Convergence(RuleBasedStateMachine):
             incarnation=node.incarnation, host=use, next_seq=node.outbox.next_seq
         )
         try:
-            if self.server.cluster.heartbeat(name, beat).snapshot_wanted:
+            if self.server.reports.heartbeat(name, beat).snapshot_wanted:
                 node.outbox.want_snapshot()
         except (Missing, Expired):
             node.registered = False

@@ -97,7 +97,7 @@ class Simulation:
             if fate < loss / 2:
                 return  # the request is lost
             try:
-                answer = self.server.cluster.report(node.name, report)
+                answer = self.server.reports.report(node.name, report)
             except (Missing, Expired):
                 node.registered = False
                 return
@@ -117,7 +117,7 @@ class Simulation:
             incarnation=node.incarnation, host=USE, next_seq=node.outbox.next_seq
         )
         try:
-            if self.server.cluster.heartbeat(node.name, beat).snapshot_wanted:
+            if self.server.reports.heartbeat(node.name, beat).snapshot_wanted:
                 node.outbox.want_snapshot()
         except (Missing, Expired):
             node.registered = False

@@ -123,7 +123,7 @@ def test_a_shared_store_counts_once_and_a_silent_node_not_at_all():
     assert world.usage.age == 0
     world.clock.advance(TTL + 1)
     assert world.usage.age == TTL + 1
-    world.cluster.heartbeat(
+    world.reports.heartbeat(
         "a",
         api.HeartbeatRequest(
             incarnation="i1", host=api.HostUse(used_bytes=0, capacity_bytes=0, chunks=0)

@@ -10,6 +10,7 @@ from kvstrata_server.placement.cluster import Cluster
 from kvstrata_server.placement.index import PlacementIndex
 from kvstrata_server.placement.namespaces import Namespaces
 from kvstrata_server.placement.places import Places
+from kvstrata_server.placement.reports import Reports
 from kvstrata_server.sql.writer import Writer
 from kvstrata_server.tenancy.usage import Usage
 
@@ -20,9 +21,9 @@ TIERS = {"s1": "fs", "s2": "obj"}
 class World:
     def __init__(self) -> None:
         self.clock = TurnedClock()
-        self.cluster = Cluster(
-            Places(PlacementIndex()), Namespaces(), Writer(None), Metrics(), self.clock, TTL
-        )
+        writer = Writer(None)
+        self.cluster = Cluster(Places(PlacementIndex()), Namespaces(), writer, self.clock, TTL)
+        self.reports = Reports(self.cluster, writer, Metrics(), self.clock)
         self.usage = Usage(self.cluster, self.clock)
         self.seqs = dict.fromkeys(NODES, 0)
 
@@ -40,7 +41,7 @@ class World:
         change = api.Change(
             location=location, added=[k.hex() for k in added], removed=[k.hex() for k in removed]
         )
-        self.cluster.report(
+        self.reports.report(
             node,
             api.Report(
                 incarnation=self.cluster.nodes[node].incarnation,

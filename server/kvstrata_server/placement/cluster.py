@@ -1,27 +1,12 @@
-"""What the control plane knows of the nodes: soft state, of which the node owns the truth.
-
-A node reports what changed in numbered batches. What keeps the index equal to the node:
-
-    report arrives with             then
-    seq already applied             ignored (a repetition after a lost answer)
-    the expected seq                applied
-    a later seq                     nothing is applied until a snapshot comes
-    a snapshot's first part         accepted at any seq from the expected one on
-    a snapshot's last part          what was known of this node is replaced by its parts
-    an incarnation of the past      `Expired`; of an unknown node: `Missing` (it registers again)
+"""Which nodes there are, who of them is up, and what they can serve: soft state, of which the node
+owns the truth.
 
 A new incarnation starts with an empty host memory, so what the old one held there is void; what
 it had put into stores survives. After `heartbeat_ttl` of silence a node is not offered, though
-other nodes that share its stores are.
-
-`next_seq` is stored with each batch, in one transaction with the placements it covers. So after
-a restart, however it came about, a node that reported something SQL missed is seen to be ahead
-and asked for a snapshot, while those that SQL has entirely just go on: asking all of them would
-make every deployment of a new version cost a report of all chunks of the cluster.
+other nodes that share its stores are. What nodes say once they are known is `reports`'.
 
 Where several servers share a database, what one of them is told is logged for the others
-(`changes`), who `follow` it. One that a node has just come to may not have read all that the one
-before wrote, so it waits `_LAG` before it takes a node that is ahead for one that lost something.
+(`changes`), who `follow` it.
 """
 
 from __future__ import annotations
@@ -30,16 +15,13 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstrata import api
-from kvstrata.bulk import BulkChange, BulkReport
-from kvstrata.errors import Busy, Expired, Malformed, Missing
+from kvstrata.errors import Expired, Malformed, Missing
 from kvstrata.keys import DIGEST_BYTES, Key
-from kvstrata_server.access.no_nul import namespace_of
 from kvstrata_server.clock import Clock
-from kvstrata_server.metrics import Metrics
-from kvstrata_server.placement.batches import KeyBatch, joined
+from kvstrata_server.placement.batches import KeyBatch
 from kvstrata_server.placement.index import HOST, LocationId
 from kvstrata_server.placement.namespaces import Namespaces
-from kvstrata_server.placement.places import PlaceChange, Places, Serves
+from kvstrata_server.placement.places import Places, Serves
 from kvstrata_server.problems import Conflict
 from kvstrata_server.sql.changes import (
     Entry,
@@ -48,16 +30,11 @@ from kvstrata_server.sql.changes import (
     Left,
     LogEntry,
     Registered,
-    Reported,
 )
 from kvstrata_server.sql.writer import Writer
-from kvstrata_server.sql.writes import DropNode, PutNode, SetSeq, Write
+from kvstrata_server.sql.writes import DropNode, PutNode, Write
 
 __all__ = ["Cluster", "Node", "digests_of", "keys_of"]
-
-# How far behind each other servers that share a database may be, seconds.
-_LAG = 2.0
-
 
 RESERVED = frozenset({"any", "own"})
 """Sources of transfers that are no single node."""
@@ -105,21 +82,19 @@ class Cluster:
         places: Places,
         namespaces: Namespaces,
         writer: Writer,
-        metrics: Metrics,
         clock: Clock,
         heartbeat_ttl: float,
         log_as: str = "",
     ) -> None:
-        """`log_as`: this server's name in the change log; empty: it has the database alone."""
         self.nodes: dict[str, Node] = {}
         self.places = places
         self.index = places.index
         self.namespaces = namespaces
         self._writer = writer
-        self._metrics = metrics
         self._clock = clock
         self._ttl = heartbeat_ttl
-        self._log_as = log_as
+        self.log_as = log_as
+        """This server's name in the change log; empty: it has the database alone."""
         self.heard: set[str] = set()
         """Nodes that spoke to this server since they were taken (`take_heard`)."""
         self._started = clock()
@@ -235,9 +210,9 @@ class Cluster:
         writes = self.enroll(entry)
         node = self.nodes[asked.id]
         node.home = True
-        self._hear(node)
+        self.hear(node)
         node.events = asked.events
-        if self._log_as:
+        if self.log_as:
             writes.append(self._logged(entry))
             writes = [Fenced(node.id, node.incarnation, writes, registered=entry.registered)]
         self._writer.put(*writes)
@@ -275,7 +250,7 @@ class Cluster:
             self.require_current(node_id, incarnation)
         self._writer.require_room()
         writes = self.leave(node)
-        if self._log_as:
+        if self.log_as:
             writes.append(self._logged(Left(node.id, node.incarnation)))
             writes = [Fenced(node.id, node.incarnation, writes)]
         self._writer.put(*writes)
@@ -287,31 +262,10 @@ class Cluster:
         self.places.left(node.id)
         return [*self.places.void_host(node.id), self._row(node)]
 
-    def heartbeat(self, node_id: str, beat: api.HeartbeatRequest) -> api.HeartbeatReply:
-        node = self.require_current(node_id, beat.incarnation)
-        self._hear(node)
-        node.host, node.healthy, node.detail = beat.host, beat.healthy, beat.detail
-        node.ailing = beat.ailing
-        if beat.events is not None:
-            node.events = beat.events
-        if beat.next_seq is not None and self._lost(node, beat.next_seq):
-            node.staged, node.snapshot_wanted = None, True
-        return api.HeartbeatReply(snapshot_wanted=node.snapshot_wanted)
-
-    def _hear(self, node: Node) -> None:
+    def hear(self, node: Node) -> None:
+        """It spoke to this server just now."""
         node.last_seen = node.heard_here = self._clock()
         self.heard.add(node.id)
-
-    def _lost(self, node: Node, next_seq: int) -> bool:
-        """Whether reports of the node were lost: it is at `next_seq`, and this server is not."""
-        if next_seq <= node.next_seq:
-            node.ahead = None
-            return False
-        if node.home or not self._log_as:
-            return True
-        if node.ahead is None or node.next_seq >= node.ahead[0]:
-            node.ahead = next_seq, self._clock()
-        return self._clock() - node.ahead[1] > _LAG
 
     def forget_old(self, retention: float) -> list[str]:
         """Remove nodes that have been away for longer; returns their ids.
@@ -326,7 +280,7 @@ class Cluster:
         ]
         for node_id in away:
             writes = [*self.forget(node_id), DropNode(node_id)]
-            if self._log_as:
+            if self.log_as:
                 writes.append(self._logged(Forgotten(node_id)))
             self._writer.put(*writes)
         return away
@@ -336,129 +290,6 @@ class Cluster:
         self.nodes.pop(node_id, None)
         self.heard.discard(node_id)
         return self.places.forget(node_id, self.attached)
-
-    # ------------------------------------------------------------ placements
-
-    def report(self, node_id: str, report: api.Report | BulkReport) -> api.ReportReply:
-        node = self.require_current(node_id, report.incarnation)
-        if report.seq < node.next_seq:
-            self._metrics.reports.labels("repeated").inc()
-        elif not self._continues(node, report):
-            if report.seq > node.next_seq and not self._lost(node, report.seq):
-                raise Busy(
-                    f"node {node.id!r} comes from another server, whose last words about it are "
-                    "not read yet: send this again in a moment"
-                )
-            node.staged, node.snapshot_wanted = None, True
-            self._metrics.reports.labels("gap").inc()
-        else:
-            self._apply(node, report)
-            self._metrics.reports.labels("applied").inc()
-            return api.ReportReply(applied=True, next_seq=node.next_seq)
-        self._hear(node)
-        return api.ReportReply(
-            applied=False, next_seq=node.next_seq, snapshot_wanted=node.snapshot_wanted
-        )
-
-    @staticmethod
-    def _continues(node: Node, report: api.Report | BulkReport) -> bool:
-        if report.snapshot in ("first", "only"):
-            return True
-        if report.seq != node.next_seq:
-            return False
-        if report.snapshot == "no":
-            return node.staged is None and not node.snapshot_wanted
-        return node.staged is not None
-
-    def _apply(self, node: Node, report: api.Report | BulkReport) -> None:
-        """All of it or, if something is wrong with the report, nothing."""
-        changes = self._changes(node, report)
-        documents = [namespace_of(document) for document in report.namespaces]
-        self._writer.require_room()
-        writes = self.namespaces.learn(documents)
-        mentioned = [self.index.families.namespaces(change.added) for change in changes]
-        writes += self.namespaces.mention(set().union(*mentioned))
-        node.next_seq = report.seq + 1
-        node.home, node.ahead = True, None
-        self._hear(node)
-        if report.snapshot == "no":
-            placed = self.places.apply(changes)
-            self._put(node, report.namespaces, writes, placed, changes, snapshot=False)
-            return
-        if node.staged is None or report.snapshot in ("first", "only"):
-            node.staged = {}  # for `more` and `last` it is there: see _continues
-        for change in changes:
-            node.staged.setdefault(change.location, []).append(change.added)
-        if report.snapshot in ("first", "more"):
-            # Not the number: half of a snapshot is worth nothing after a restart.
-            self._writer.put(*writes)
-            return
-        held = {location: joined(parts) for location, parts in node.staged.items()}
-        node.staged, node.snapshot_wanted = None, False
-        placed = self.places.replace(node.id, held, self.attached, rewrite=bool(self._log_as))
-        nothing = self.index.families.of_keys(())
-        whole = [PlaceChange(location, keys, nothing) for location, keys in held.items()]
-        self._put(node, report.namespaces, writes, placed, whole, snapshot=True)
-
-    def _put(
-        self,
-        node: Node,
-        documents: Sequence[str],
-        writes: list[Write],
-        placed: list[Write],
-        changes: Sequence[PlaceChange],
-        snapshot: bool,
-    ) -> None:
-        """As one change, with the number of the report."""
-        placed.append(SetSeq(node.id, node.incarnation, node.next_seq))
-        if self._log_as:
-            runs = self.index.families.runs
-            entry = Reported(
-                node.id,
-                node.incarnation,
-                node.next_seq,
-                snapshot,
-                [
-                    BulkChange(self._name(c.location), runs(c.added), runs(c.removed))
-                    for c in changes
-                ],
-                list(documents),
-            )
-            placed.append(self._logged(entry))
-            placed = [Fenced(node.id, node.incarnation, placed, next_seq=node.next_seq)]
-        self._writer.put(*writes, *placed)
-
-    def _changes(self, node: Node, report: api.Report | BulkReport) -> list[PlaceChange]:
-        families = self.index.families
-        if isinstance(report, BulkReport):
-            return [
-                PlaceChange(
-                    self._location(node, change.location),
-                    families.of_runs(change.added),
-                    families.of_runs(change.removed),
-                )
-                for change in report.changes
-            ]
-        return [
-            PlaceChange(
-                self._location(node, change.location),
-                families.of_hex(change.added),
-                families.of_hex(change.removed),
-            )
-            for change in report.changes
-        ]
-
-    def _name(self, location: LocationId) -> str:
-        return self.places.describe(location)[1] or HOST
-
-    def _location(self, node: Node, name: str) -> LocationId:
-        store = None if name == HOST else name
-        if store is not None and store not in node.stores:
-            raise Malformed(
-                f"node {node.id!r} reports about {name!r}, which is neither {HOST!r} nor one of "
-                f"the stores it registered: {sorted(node.stores)}"
-            )
-        return self.places.location(node.id, store)
 
     def reach(self, among: Iterable[Node]) -> Serves:
         """Which of these nodes can serve what lies at each location, and as which tier."""
@@ -485,7 +316,7 @@ class Cluster:
         return heard
 
     def _logged(self, entry: Entry) -> Write:
-        return LogEntry(self._log_as, entry)
+        return LogEntry(self.log_as, entry)
 
     def _row(self, node: Node) -> PutNode:
         return PutNode(

@@ -17,11 +17,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from kvstrata import api
 from kvstrata.errors import Busy, Malformed
-from kvstrata.keys import Namespace
 from kvstrata_server.clock import Clock
 from kvstrata_server.placement.cluster import Cluster
-from kvstrata_server.placement.index import HOST
-from kvstrata_server.placement.places import PlaceChange
+from kvstrata_server.placement.reports import Reports
 from kvstrata_server.sql.changes import (
     Forgotten,
     Heard,
@@ -75,9 +73,12 @@ class _TellHeard:
     cluster: Cluster
     heard: set[str] = field(default_factory=set)
     """Also by an attempt before, of which nobody knows whether it came to its end."""
+    begun: bool = False
+    """Its turn has come: who is heard from now on may be left to another."""
     rows: int = 1
 
     async def apply(self, connection: AsyncConnection) -> None:
+        self.begun = True
         self.heard |= self.cluster.take_heard()
         seen = [
             Heard(
@@ -107,6 +108,7 @@ class Follower:
     def __init__(
         self,
         cluster: Cluster,
+        reports: Reports,
         database: Database,
         writer: Writer,
         clock: Clock,
@@ -117,6 +119,7 @@ class Follower:
         self.position = 0
         """Id of the last entry that was read."""
         self._cluster = cluster
+        self._reports = reports
         self._database = database
         self._writer = writer
         self._clock = clock
@@ -130,8 +133,7 @@ class Follower:
         self._page = _PAGE
         self._current: tuple[float, float] | None = None
         """Since when the log was always read to its end, and when it was last."""
-        self._telling = 0
-        """The position of the writer with which SQL has who was heard."""
+        self._telling: _TellHeard | None = None
 
     async def begin(self) -> None:
         """To be called before the tables are read: what is both in them and in the log is
@@ -215,10 +217,10 @@ class Follower:
     def tell(self) -> None:
         """Log the nodes that were heard since the last call, unless such an entry waits for SQL;
         to be called a few times a second."""
-        waits = self._writer.committed < self._telling
+        waits = self._telling is not None and not self._telling.begun
         if self._database.shared and self._cluster.heard and not waits:
-            self._writer.put(_TellHeard(self._name, self._cluster))
-            self._telling = self._writer.position
+            self._telling = _TellHeard(self._name, self._cluster)
+            self._writer.put(self._telling)
 
     def _follow(self, number: int, raw: bytes, age: float) -> None:
         try:
@@ -241,36 +243,12 @@ class Follower:
                 if node is not None and node.incarnation == entry.incarnation:
                     cluster.leave(node)
             case Reported():
-                self._apply_report(entry)
+                self._reports.follow(entry)
             case Seen():
                 for heard in entry.nodes:
                     self._apply_heard(heard, age)
             case Forgotten():
                 cluster.forget(entry.node)
-
-    def _apply_report(self, entry: Reported) -> None:
-        cluster, places = self._cluster, self._cluster.places
-        node = cluster.nodes.get(entry.node)
-        if node is None or node.incarnation != entry.incarnation:
-            return
-        if entry.next_seq <= node.next_seq:
-            return
-        families, known = cluster.index.families, places.locations(node.id)
-        changes = [
-            PlaceChange(location, families.of_runs(change.added), families.of_runs(change.removed))
-            for change in entry.changes
-            if (location := known.get(None if change.location == HOST else change.location))
-            is not None
-        ]
-        cluster.namespaces.learn([Namespace.parse(text.encode()) for text in entry.namespaces])
-        for change in changes:
-            cluster.namespaces.mention(families.namespaces(change.added))
-        if entry.snapshot:
-            places.replace(node.id, {c.location: c.added for c in changes}, cluster.attached)
-            node.snapshot_wanted = False
-        else:
-            places.apply(changes)
-        node.next_seq, node.staged, node.home = entry.next_seq, None, False
 
     def _apply_heard(self, heard: Heard, age: float) -> None:
         node = self._cluster.nodes.get(heard.node)

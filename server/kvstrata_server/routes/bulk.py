@@ -59,7 +59,7 @@ async def _post_report(request: Request) -> Response:
     report = _decode(await request.body(), _report)
     state, node_id = state_of(request), request.path_params["node_id"]
     await state.follower.catch_up(node_id, report.incarnation)
-    return _answer(state.cluster.report(node_id, report))
+    return _answer(state.reports.report(node_id, report))
 
 
 async def _lookup_placements(request: Request) -> Response:

@@ -87,7 +87,7 @@ async def put_heartbeat(
 ) -> api.HeartbeatReply:
     """A node is alive, and how full it is."""
     await state.follower.catch_up(node_id, beat.incarnation)
-    reply = state.cluster.heartbeat(node_id, beat)
+    reply = state.reports.heartbeat(node_id, beat)
     reply.draining = state.drains.heard(node_id, beat)
     return reply
 
@@ -100,7 +100,7 @@ async def put_heartbeat(
 async def post_report(node_id: NodeId, report: api.Report, state: State) -> api.ReportReply:
     """Which chunks appeared at or left the locations of a node, since the report before."""
     await state.follower.catch_up(node_id, report.incarnation)
-    return state.cluster.report(node_id, report)
+    return state.reports.report(node_id, report)
 
 
 @router.get(
