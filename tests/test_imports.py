@@ -45,6 +45,7 @@ FLOORS = {
     "kvstrata.bulk": 2,
     "kvstrata.control": 2,
     "kvstrata.control_calls": 2,
+    "kvstrata.control_trouble": 2,
     "kvstrata.eviction": 3,
     "kvstrata.leases": 3,
     "kvstrata.overdue": 3,

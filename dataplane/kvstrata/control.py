@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from kvstrata import api
 from kvstrata.control_calls import Call, Calls
+from kvstrata.control_trouble import hint
 from kvstrata.errors import Busy, ConfigError, KVStrataError, LinkBroken, PeerRefused, from_code
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class _Client:
         if self.url == url:  # or somebody found that out before
             self._at = (self._at + 1) % len(self._urls)
         reason = str(error) or type(error).__name__
-        return LinkBroken(f"control plane at {url}: {reason} (does `kvstrata server` run there?)")
+        return LinkBroken(f"control plane at {url}: {reason} ({hint(url, error)})")
 
 
 def _tries(urls: Sequence[str]) -> Iterator[bool]:
