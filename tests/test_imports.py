@@ -28,6 +28,7 @@ FLOORS = {
     "kvstrata.plugins": 1,
     "kvstrata.keys": 1,
     "kvstrata.config": 1,
+    "kvstrata.sources": 1,
     "kvstrata.region": 1,
     "kvstrata.numa": 1,
     "kvstrata.standard_input": 1,

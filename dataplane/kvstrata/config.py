@@ -1,10 +1,7 @@
 """Settings: one schema gives the file (TOML), the environment, the flags and their docs.
 
-A value is looked for in the flags, then the environment (`KVSTRATA_NODE_HOST__CAPACITY` for
-`host.capacity` of a node), then the file, then the default. Sizes and times are human
-(`64GiB`, `30s`); an unknown name is an error: a `ConfigError` where pydantic would not see it
-(a file that is absent, a table or a variable that belongs to nothing), else its
-`ValidationError`, which `what_is_wrong` tells in one line.
+Sizes and times are human (`64GiB`, `30s`). What is wrong is a `ValidationError`, which
+`what_is_wrong` tells in one line, or a `ConfigError`; where values come from is `sources`'.
 """
 
 from __future__ import annotations
@@ -28,15 +25,11 @@ from pydantic import (
     Field,
     ValidationError,
 )
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvstrata.addresses import split_address
 from kvstrata.errors import ConfigError
+from kvstrata.sources import sources_of
 
 __all__ = [
     "CascadeMode",
@@ -54,10 +47,6 @@ _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400
 
 # What the kernel takes (108 with a final zero), less the suffix of a lifeline's socket.
 _MOST_SOCKET = 107 - len(".life")
-
-_TABLES = frozenset({"node", "server"})
-# What Kubernetes puts into the environment for a Service that is called like our prefix.
-_SERVICE_LINK = re.compile(r"SERVICE_(HOST|PORT.*)|PORT(_[0-9]+_.*)?")
 
 
 def parse_seconds(value: Any) -> Any:
@@ -299,40 +288,7 @@ class _Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        _check_environment(str(cls.model_config.get("env_prefix", "")), settings_cls)
-        path = os.environ.get("KVSTRATA_CONFIG", "")
-        if not path:
-            return init_settings, env_settings
-        if not Path(path).is_file():
-            raise ConfigError(f"KVSTRATA_CONFIG names {path}, which is not a file")
-        table = str(cls.model_config.get("title", ""))
-        return init_settings, env_settings, _TomlTable(settings_cls, Path(path), table)
-
-
-class _TomlTable(TomlConfigSettingsSource):
-    """One table (`[node]`, `[server]`) of the settings file."""
-
-    def __init__(self, settings_cls: type[BaseSettings], path: Path, table: str) -> None:
-        self._table = table
-        super().__init__(settings_cls, path)
-
-    def _read_file(self, file_path: Any) -> dict[str, Any]:
-        tables = super()._read_file(file_path)
-        unknown = sorted(tables.keys() - _TABLES)
-        if unknown:
-            raise ConfigError(f"{file_path} has {unknown}: its tables are {sorted(_TABLES)}")
-        return dict(tables.get(self._table, {}))
-
-
-def _check_environment(prefix: str, schema: type[BaseSettings]) -> None:
-    """Raises `ConfigError` on a variable that would be silently ignored."""
-    for name in os.environ:
-        rest = name.upper().removeprefix(prefix)
-        if rest == name.upper() or _SERVICE_LINK.fullmatch(rest):
-            continue
-        if rest.split("__")[0].lower() not in schema.model_fields:
-            known = ", ".join(sorted(schema.model_fields))
-            raise ConfigError(f"{name} sets nothing: after {prefix} comes one of {known}")
+        return sources_of(settings_cls, init_settings, env_settings)
 
 
 def _host_name() -> str:

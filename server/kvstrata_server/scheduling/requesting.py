@@ -5,16 +5,28 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+from collections.abc import Sequence
+from typing import Protocol
 
 from kvstrata import api
 from kvstrata.api import Outcome, TransferState
 from kvstrata.errors import Malformed
+from kvstrata.keys import Key
 from kvstrata_server.placement.cluster import Cluster, keys_of
-from kvstrata_server.scheduling.planning import ANY, OWN, hints, plan
+from kvstrata_server.scheduling.planning import ANY, OWN, Plan, hints, plan
 from kvstrata_server.scheduling.transfer import Transfer
-from kvstrata_server.tenancy.admission import Admission
 
-__all__ = ["digest_of", "transfer_of"]
+__all__ = ["Admission", "digest_of", "transfer_of"]
+
+
+class Admission(Protocol):
+    """Who holds requests to what their tenants may have (`tenancy.admission`)."""
+
+    def budget(self, keys: Sequence[Key], asked: int | None) -> int | None:
+        """The byte budget, as far as the tenant of these keys has room for it."""
+
+    def admit(self, transfer: Transfer, planned: Plan, asked: int | None) -> None:
+        """A transfer is about to be accepted, planned within `budget`. Raises `NoSpace`."""
 
 
 def digest_of(asked: api.TransferRequest) -> bytes:

@@ -43,7 +43,7 @@ from kvstrata_server.placement.cluster import Cluster, Node
 from kvstrata_server.scheduling import history
 from kvstrata_server.scheduling.outgoing import Outgoing
 from kvstrata_server.scheduling.records import Records
-from kvstrata_server.scheduling.requesting import digest_of, transfer_of
+from kvstrata_server.scheduling.requesting import Admission, digest_of, transfer_of
 from kvstrata_server.scheduling.shown import Shown
 from kvstrata_server.scheduling.speeds import Speeds
 from kvstrata_server.scheduling.transfer import Transfer
@@ -66,7 +66,6 @@ from kvstrata_server.sql.changes import (
 )
 from kvstrata_server.sql.database import Database
 from kvstrata_server.sql.writer import Writer
-from kvstrata_server.tenancy.admission import Admission
 
 __all__ = ["Scheduler"]
 
