@@ -8,7 +8,7 @@ asked of each key is worked out for each such set.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -59,7 +59,7 @@ class Held:
 
     def per_node(self, sets: Bools) -> Bools:
         """Of sets of places, in which of them each node is with any of its tiers."""
-        if len(self.starts) in (0, len(self.places)):
+        if len(self.nodes) == len(self.places):
             return sets
         per_node: Bools = np.logical_or.reduceat(sets, self.starts, axis=1)
         return per_node
@@ -88,51 +88,48 @@ class Gathering:
         self._reach = reach
         self._rows: dict[tuple[int, ...], int] = {}
         self._by_served: dict[frozenset[int], int] = {}
-        self._numbers: dict[int, int] = {}
-        self._served: list[Sequence[tuple[str, str]]] = []
-        """What locations serve; most of a store serve the same."""
-        self._members = array("q")
-        """Numbers of those, of one row after another."""
+        self._served: dict[int, list[int]] = {}
+        """Places by the identity of what a location serves, which is one of all of a store."""
+        self._places: dict[tuple[str, str], int] = {}
+        """Numbered as they come."""
+        self._cells = array("q")
+        """Places of one row after another; and how many each row has."""
         self._sizes: list[int] = []
 
     def row(self, holders: tuple[int, ...]) -> int:
         """The row of `Held.sets` for keys that are at these locations."""
         row = self._rows.get(holders)
         if row is None:
-            numbers = {self._number(location) for location in holders}
-            numbers.discard(-1)
-            members = frozenset(numbers)
-            row = self._by_served.get(members)
-            if row is None:
-                row = self._by_served[members] = len(self._sizes)
-                self._members.extend(members)
-                self._sizes.append(len(members))
-            self._rows[holders] = row
+            served = {}
+            for location in holders:
+                if each := self._reach.get(location, ()):
+                    served[id(each)] = each
+            row = self._rows[holders] = self._row_of(served)
         return row
 
-    def _number(self, location: int) -> int:
-        served = self._reach.get(location, ())
-        if not served:
-            return -1
-        number = self._numbers.get(id(served))
-        if number is None:
-            number = self._numbers[id(served)] = len(self._served)
-            self._served.append(served)
-        return number
+    def _row_of(self, served: dict[int, Sequence[tuple[str, str]]]) -> int:
+        row = self._by_served.setdefault(frozenset(served), len(self._sizes))
+        if row == len(self._sizes):
+            before = len(self._cells)
+            for name, places in served.items():
+                numbers = self._served.get(name)
+                if numbers is None:
+                    numbers = self._served[name] = [
+                        self._places.setdefault(place, len(self._places)) for place in places
+                    ]
+                self._cells.extend(numbers)
+            self._sizes.append(len(self._cells) - before)
+        return row
 
     def held(self, rows: Ints) -> Held:
         """`rows` as `row` gave them, per key."""
-        places = sorted({place for served in self._served for place in served})
-        columns = {place: column for column, place in enumerate(places)}
+        places = sorted(self._places)
+        columns = np.empty(len(places), np.int64)
+        columns[[self._places[place] for place in places]] = np.arange(len(places))
         sets = np.zeros((len(self._sizes), len(places)), bool)
-        members = np.frombuffer(self._members, np.int64) if self._members else np.empty(0, np.int64)
-        of_row = np.repeat(np.arange(len(self._sizes)), self._sizes)
-        # Where each of them begins in `flat`, and where the next one.
-        ends = np.cumsum([0, *map(len, self._served)])
-        flat = np.array([columns[place] for served in self._served for place in served], np.int64)
-        counts = (ends[1:] - ends[:-1])[members]
-        at = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - ends[members], counts)
-        sets[np.repeat(of_row, counts), flat[at]] = True
+        if self._cells:
+            cells = columns[np.frombuffer(self._cells, np.int64)]
+            sets[np.repeat(np.arange(len(sets)), self._sizes), cells] = True
         return Held(places, sets, rows)
 
 
@@ -154,16 +151,17 @@ def tally(held: Held) -> dict[str, Tallied]:
     counts = np.bincount(held.rows, minlength=len(held.sets))
     first = held.first(held.rows)
 
-    def counted(sets: Bools) -> Iterable[list[int]]:
-        both: list[list[int]] = np.stack(
-            [counts @ sets, _gaps(first, len(held), sets)], axis=1
-        ).tolist()
+    def counted(sets: Bools) -> list[list[int]]:
+        both: list[list[int]] = np.array([counts @ sets, _gaps(first, len(held), sets)]).T.tolist()
         return both
 
+    per_node = held.per_node(held.sets)
+    per_place = counted(held.sets)
+    of_nodes = per_place if per_node is held.sets else counted(per_node)
     tallied = {
         node: Tallied(found, prefix)
-        for node, (found, prefix) in zip(held.nodes, counted(held.per_node(held.sets)), strict=True)
+        for node, (found, prefix) in zip(held.nodes, of_nodes, strict=True)
     }
-    for (node, tier), both in zip(held.places, counted(held.sets), strict=True):
+    for (node, tier), both in zip(held.places, per_place, strict=True):
         tallied[node].tiers[tier] = both
     return tallied

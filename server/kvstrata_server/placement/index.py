@@ -136,18 +136,24 @@ class PlacementIndex:
             if len(batch) > _FOUND:
                 yield
             numbers = self._numbers(batch.part(slice(start, start + _FOUND)))
-            begins = np.flatnonzero(np.concatenate([[True], numbers[1:] != numbers[:-1]]))
-            different, inverse = np.unique(numbers[begins], return_inverse=True)
-            holders = [self._sets[number] for number in different.tolist()]
-            effort, rows = 0, []
-            for each in holders:
-                effort += len(each)
+            begins = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()]
+            runs = numbers[begins].tolist()
+            rows = {}
+            effort = 0
+            # Numbers may mean other sets after each step.
+            for number, holders in [(number, self._sets[number]) for number in {*runs}]:
+                effort += len(holders)
                 if effort > _MOST_HOLDERS:
                     yield
                     effort = 0
-                rows.append(gathering.row(each))
-            lengths = np.diff(np.append(begins, len(numbers)))
-            parts.append(np.repeat(np.array(rows, np.int64)[inverse], lengths))
+                rows[number] = gathering.row(holders)
+            if len(runs) == 1:  # as most have it
+                parts.append(np.full(len(numbers), rows[runs[0]]))
+            else:
+                lengths = np.diff([*begins, len(numbers)])
+                parts.append(np.repeat([rows[number] for number in runs], lengths))
+        if len(parts) == 1:
+            return gathering.held(parts[0])
         return gathering.held(np.concatenate(parts) if parts else np.empty(0, np.int64))
 
     def count_at(self, location: LocationId) -> int:
