@@ -12,6 +12,7 @@ from kvstrata.api import DrainState, LeftReason, NodeState, Outcome
 from kvstrata.errors import Missing, PeerRefused
 from kvstrata_server.access import tokens
 from kvstrata_server.access.roles import Role
+from kvstrata_server.draining.in_force import InForce
 from kvstrata_server.sql.models import DrainRow
 
 __all__ = ["by_hand"]
@@ -191,6 +192,24 @@ async def test_a_node_that_takes_its_word_back_is_not_drained(tmp_path):
         assert "has not said" in info.detail
         await a.beat()
         assert (await r.control.drain_of("a")).may_stop
+
+
+async def test_a_word_that_is_taken_back_while_it_is_acted_upon_is_waited_for(
+    tmp_path, monkeypatch
+):
+    knows = InForce.knows_of_others
+
+    async def slow(self, drain):
+        await a.beat(settled=False)
+        return await knows(self, drain)
+
+    async with draining(tmp_path, PLAIN, host(keys(0))) as (r, a, b):
+        await b.pull()
+        with monkeypatch.context() as m:
+            m.setattr(InForce, "knows_of_others", slow)
+            assert (await step(r)).state is S.DRAINING
+        await a.beat()
+        assert (await step(r)).may_stop
 
 
 async def test_a_node_whose_own_reports_have_a_gap_has_not_said_all(tmp_path):

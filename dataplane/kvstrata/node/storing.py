@@ -44,6 +44,7 @@ class Storing(Answering[api.StoreResult]):
             # Whatever it was, nobody should have to wait for the deadline to learn of it.
             _log.warning("order %s failed", command.transfer, exc_info=True)
             detail = f"{type(e).__name__}: {e}"[:2000]
+        # Where some were written the rest is worth another try; where none was, no outcomes say so.
         told = {key.hex(): outcome for key, outcome in written.outcomes.items()}
         return api.StoreResult(
             incarnation=self._reported.registration().incarnation,

@@ -163,19 +163,11 @@ class Drains:
         if node is None or not (drain.in_force and drain.state.ended):
             return drain.info(is_known=node is not None)
         self._see_gaps(drain, node)
-        is_known = drain.state is not DrainState.DRAINED or await self._in_force.knows_of_others(
-            drain
-        )
+        is_known = drain.state is DrainState.DRAINED and await self._in_force.knows_of_others(drain)
+        drain = self._in_force.get(drain.node) or drain  # as it was just read
         found = await Remaining(self._cluster, node, drain.purpose).find()
-        advice = ""
-        if drain.state is DrainState.DRAINED and found.chunks:
-            advice = "What was safe elsewhere is so no more: drain again."
-        elif drain.state is DrainState.DRAINED and not drain.settled:
-            advice = f"Since then {_UNSETTLED}: its next heartbeats may."
-        elif not is_known:
-            advice = "Whether other nodes are drained can't be read at the moment: ask again."
         now = api.Amount(chunks=found.chunks, bytes=found.bytes)
-        return drain.info(now, advice, is_known=is_known)
+        return drain.info(now, _advice(drain, now, is_known), is_known=is_known)
 
     # ------------------------------------------------------------ the node's side
 
@@ -291,7 +283,7 @@ class Drains:
         await self._emptying.step(drain, node)
         if drain.chunks == 0 and drain.settled and await self._in_force.knows_of_others(drain):
             await self._count(drain)
-            if drain.chunks == 0 and self._in_force.goes_on(drain):
+            if drain.chunks == 0 and drain.settled and self._in_force.goes_on(drain):
                 self._end(drain, LeftReason.WAITING, "")
         if drain.chunks == 0 or not self._in_force.goes_on(drain):
             return
@@ -354,6 +346,21 @@ class Drains:
 
     def forget_old(self) -> None:
         self._in_force.forget_old(self._clock() - self._retention)
+
+
+def _advice(drain: Drain, remaining: api.Amount, is_known: bool) -> str:
+    """What to do where a node that is drained may not be stopped."""
+    if drain.state is not DrainState.DRAINED:
+        return ""
+    if remaining.chunks:
+        return "What was safe elsewhere is so no more: drain again."
+    if not drain.settled:
+        return f"Since then {_UNSETTLED}: wait for its next heartbeats."
+    return (
+        ""
+        if is_known
+        else ("Whether other nodes are drained can't be read at the moment: ask again.")
+    )
 
 
 def _told(drain: Drain, why: str) -> str:

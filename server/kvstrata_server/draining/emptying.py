@@ -36,7 +36,7 @@ from kvstrata_server.scheduling.transfers import Scheduler
 __all__ = ["Emptying"]
 
 _LOOKED_AT = 4096
-# About 300 bytes each.
+# About 210 bytes each.
 _MOST_TRIED = 65_536
 # Looked up between two turns of others.
 _PRUNED = 1024
