@@ -47,7 +47,7 @@ class LeftReason(enum.StrEnum):
     WAITING = "waiting"  # under way, or not their turn yet
     NO_ROOM = "no_room"  # neither a store nor a node had room
     NO_WAY = "no_way"  # there is neither a store nor a node that could take them
-    FAILED = "failed"  # tried, and it failed
+    FAILED = "failed"  # tried in vain, or not, since so many others were
     LATE = "late"  # the deadline came before their turn
 
 
@@ -101,7 +101,8 @@ class DrainInfo(Answer):
     deadline: float
     ended: float | None = None
     settled: bool
-    """The node has said that it takes no new chunks, and of all that it holds."""
+    """The node says that it takes no new chunks, and has told of all that it holds. It may take
+    that back: see `may_stop`."""
     remaining: Amount
     """What is only here; once the drain isn't in force any more, what was then."""
     stored: dict[str, int]

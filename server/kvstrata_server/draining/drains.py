@@ -356,11 +356,9 @@ def _advice(drain: Drain, remaining: api.Amount, is_known: bool) -> str:
         return "What was safe elsewhere is so no more: drain again."
     if not drain.settled:
         return f"Since then {_UNSETTLED}: wait for its next heartbeats."
-    return (
-        ""
-        if is_known
-        else ("Whether other nodes are drained can't be read at the moment: ask again.")
-    )
+    if not is_known:
+        return "Whether other nodes are drained can't be read at the moment: ask again."
+    return ""
 
 
 def _told(drain: Drain, why: str) -> str:
