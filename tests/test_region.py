@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata import numa
+from kvstrata import numa, region
 from kvstrata.errors import ConfigError, LinkBroken, Malformed
 from kvstrata.numa import memory_nodes
 from kvstrata.region import Region, sweep
@@ -265,6 +265,25 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"host\.shm_dir .*file is no directory"):
         create(tmp_path / "file")
+
+
+def test_which_file_systems_are_in_memory() -> None:
+    assert region._in_memory(Path("/dev/shm"))
+    assert not region._in_memory(Path("/proc"))
+    assert region._in_memory(Path("/absent"))  # nothing is known of it
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_shared_memory_that_is_a_file_on_a_disk_is_told_of(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    in_memory: bool,
+) -> None:
+    monkeypatch.setattr(region, "_in_memory", lambda path: in_memory)
+    create(tmp_path).close()
+    told = f"host.shm_dir {tmp_path} is on no tmpfs"
+    assert (told in caplog.text) is not in_memory
 
 
 # ---------------------------------------------------------------- orphans

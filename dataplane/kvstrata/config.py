@@ -137,7 +137,7 @@ class HostSettings(_Section):
     """Eviction policy: `lru`, `arc`, `s3fifo` (resists scans), or `module:Class`.
     `kvstrata simulate` compares them on a trace."""
     shm_dir: Path = Path("/dev/shm")  # noqa: S108 - where the kernel mounts POSIX shm
-    """A tmpfs that engines can map."""
+    """A tmpfs that engines can map. Another file system is warned of in the log."""
     populate: bool = True
     """Touch every page at start: later page faults would cost more than the copies. `numa_node` or
     the node's own NUMA policy decides where they lie: start it under `numactl --interleave=all` to
@@ -303,7 +303,8 @@ class NodeSettings(_Settings):
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = Field(default_factory=_host_name)
     """Name of this node in the cluster; by default the host name."""
     socket: Path | None = None
-    """Unix socket for engines; by default `<run dir>/<id>.sock`."""
+    """Unix socket for engines; by default `<run dir>/<id>.sock`. Its directory is made where that
+    is missing, but none above."""
     host: HostSettings = HostSettings()
     tiers: list[TierSettings] = []
     """Secondary tiers, in the order they are asked."""

@@ -29,6 +29,8 @@ PREFIX = "kvstrata-"
 _NAME = re.compile(r"kvstrata-[A-Za-z0-9._-]{1,160}")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module before Python 3.13
 _POPULATE_BYTES = 16 << 20
+# Magic numbers of statfs(2): tmpfs, ramfs, hugetlbfs.
+_IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)
 
 
 class Region:
@@ -64,6 +66,12 @@ class Region:
         `numa_node`, whose memory is preferred; a kernel that won't is told of in the log.
         """
         _check_fits(size, shm_dir)
+        if not _in_memory(shm_dir):
+            _log.warning(
+                "host.shm_dir %s is on no tmpfs: what is written to the region goes to a disk, "
+                "too; mount a tmpfs there, or name another directory",
+                shm_dir,
+            )
         path = shm_dir / f"{PREFIX}{node}-{incarnation}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -213,6 +221,13 @@ def _check_fits(size: int, shm_dir: Path) -> None:
             f"region needs {_gib(size)} but {shm_dir} has {_gib(free)} free: "
             "lower `host.capacity` or mount a larger tmpfs"
         )
+
+
+def _in_memory(path: Path) -> bool:
+    """Whether files there are memory and nothing else; also where the kernel doesn't tell."""
+    told = (ctypes.c_ulong * 32)()  # a statfs, which has about half of that, and the type first
+    failed = ctypes.CDLL(None).statfs(os.fsencode(path), told)
+    return bool(failed) or told[0] & 0xFFFFFFFF in _IN_MEMORY
 
 
 def _gib(nbytes: int) -> str:

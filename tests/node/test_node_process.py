@@ -18,7 +18,7 @@ import pytest
 from pydantic import ByteSize
 
 from kvstrata.client import Client
-from kvstrata.config import HostSettings, NodeSettings, PeerSettings, TierSettings
+from kvstrata.config import HostSettings, NodeSettings, PeerSettings, TierSettings, run_dir
 from kvstrata.errors import ConfigError, KVStrataError, LinkBroken
 from kvstrata.keys import Key
 from kvstrata.node.process import Node
@@ -177,6 +177,27 @@ async def test_one_node_a_socket(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="another node serves"):
             await Node.start(settings(tmp_path))
     async with running(settings(tmp_path)):
+        pass
+
+
+async def test_the_last_directory_of_a_socket_is_made_and_said_and_none_above(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    here = settings(tmp_path)
+    near = here.model_copy(update={"socket": tmp_path / "near" / "a.sock"})
+    far = here.model_copy(update={"socket": tmp_path / "very" / "far" / "a.sock"})
+    async with running(near):
+        pass
+    assert (tmp_path / "near").stat().st_mode & 0o777 == 0o700
+    assert f"made {tmp_path / 'near'} for the socket" in caplog.text
+    with pytest.raises(ConfigError, match=rf"{tmp_path / 'very'} does not exist: make it"):
+        await Node.start(far)
+    assert not (tmp_path / "very").exists()
+    # Where sockets are by default, nobody has made anything yet.
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "very"))
+    own = here.model_copy(update={"socket": run_dir() / "own" / "a.sock"})
+    async with running(own):
         pass
 
 

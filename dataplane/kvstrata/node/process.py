@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from kvstrata import wire
 from kvstrata.api import HostUse, NodeRegistration, StoreRef
-from kvstrata.config import NodeSettings
+from kvstrata.config import NodeSettings, run_dir
 from kvstrata.errors import ConfigError
 from kvstrata.keys import DIGEST_BYTES, Key, Namespace
 from kvstrata.node.breaker import Kind
@@ -470,7 +470,7 @@ class Node:
 
 def _lock(socket: Path) -> int:
     """Make the socket this process's own for life. Raises `ConfigError` if another node has it."""
-    socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make_room(socket)
     fd = os.open(
         socket.with_name(socket.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
     )
@@ -482,3 +482,18 @@ def _lock(socket: Path) -> int:
             f"another node serves {socket}: stop it, or give this one its own `id` or `socket`"
         ) from e
     return fd
+
+
+def _make_room(socket: Path) -> None:
+    """Make the socket's directory where there is none. What is above that has been misspelt, or is
+    yet to be mounted, but for the place of sockets that are given none. Raises `ConfigError`."""
+    folder = socket.parent
+    if folder.is_dir():
+        return
+    missing = [above for above in folder.parents if not above.exists()]
+    if missing and not folder.is_relative_to(run_dir()):
+        raise ConfigError(
+            f"`socket` {socket}: {missing[-1]} does not exist: make it, or choose another path"
+        )
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _log.info("made %s for the socket, for this user alone", folder)
