@@ -46,6 +46,7 @@ FLOORS = {
     "kvstrata.bulk": 2,
     "kvstrata.control": 2,
     "kvstrata.control_calls": 2,
+    "kvstrata.control_requests": 2,
     "kvstrata.control_trouble": 2,
     "kvstrata.eviction": 3,
     "kvstrata.leases": 3,

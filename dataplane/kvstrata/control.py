@@ -6,19 +6,15 @@ Every call has a timeout. What the server refuses comes back as the error it mea
 
 from __future__ import annotations
 
-import re
-import ssl
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from kvstrata import api
 from kvstrata.control_calls import Call, Calls
-from kvstrata.control_trouble import hint
-from kvstrata.errors import Busy, ConfigError, KVStrataError, LinkBroken, PeerRefused, from_code
+from kvstrata.control_requests import Requests, tries
 
 if TYPE_CHECKING:
     import httpx
@@ -26,137 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_TIMEOUT", "ControlPlane", "SyncControlPlane"]
 
 DEFAULT_TIMEOUT = 10.0
-_CONNECT_TIMEOUT = 3.0
-# Errors may carry a list of what is wrong; nobody reads more of a stranger's text than this.
-_MAX_TEXT = 500
-_TOKEN = re.compile(r"([!-~]([ -~]*[!-~])?)?")
-_SET_IT = "set it: KVSTRATA_TOKEN or --token; for a node KVSTRATA_NODE_CONTROL__TOKEN"
 
 R = TypeVar("R", bound=BaseModel)
 
 
-def _is_address(url: str) -> bool:
-    import httpx
-
-    try:
-        parts = httpx.URL(url)
-    except httpx.InvalidURL:
-        return False
-    return parts.scheme in ("http", "https") and bool(parts.host) and (parts.port or 0) < 1 << 16
-
-
-def _trusting(ca: Path) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=ca)
-    except (OSError, ssl.SSLError) as e:
-        raise ConfigError(
-            f"certificates {ca} can't be used: {e}. Name a readable PEM file that holds the "
-            "certificate, or its issuer's, of the control plane"
-        ) from e
-
-
-class _Client:
-    """What both clients share: how a call becomes a request, and an answer a message."""
-
-    def __init__(self, url: str, token: str, timeout: float, ca: Path | None) -> None:
-        self._urls = [part.strip().rstrip("/") for part in url.split(",")]
-        for each in self._urls:
-            if not _is_address(each):
-                raise ConfigError(
-                    f"control plane address {each!r} must be http:// or https://, a host and a "
-                    "port, as in http://127.0.0.1:7800; several servers have commas between them"
-                )
-        if not _TOKEN.fullmatch(token):
-            raise ConfigError(
-                "the bearer token has characters that no header can carry: use printable ASCII, "
-                "and no space at either end"
-            )
-        self._at = 0
-        self._token = token
-        self._timeout = timeout
-        self._verify = True if ca is None else _trusting(ca)
-
-    @property
-    def url(self) -> str:
-        """Of the server that is asked now."""
-        return self._urls[self._at]
-
-    @property
-    def _base_headers(self) -> dict[str, str]:
-        headers = {"Accept": "application/json"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
-        return headers
-
-    def _request(
-        self, http: httpx.AsyncClient | httpx.Client, url: str, call: Call[R]
-    ) -> httpx.Request:
-        import httpx
-
-        headers = dict(call.headers)
-        content = None
-        if call.body is not None:
-            content = call.body.model_dump_json(exclude_defaults=True)
-            headers["Content-Type"] = "application/json"
-        timeout = httpx.Timeout(
-            self._timeout + call.wait, connect=min(_CONNECT_TIMEOUT, self._timeout)
-        )
-        return http.build_request(
-            call.method,
-            url + call.path,
-            content=content,
-            params=call.query or None,
-            headers=headers,
-            timeout=timeout,
-        )
-
-    @staticmethod
-    def _parse(call: Call[R], response: httpx.Response) -> R:
-        if response.is_success:
-            try:
-                return call.answer.model_validate_json(response.content)
-            except ValidationError as e:
-                raise PeerRefused(
-                    f"{response.request.url} does not answer like a kvstrata control plane: "
-                    f"{str(e)[:_MAX_TEXT]}"
-                ) from e
-        raise _error_of(response)
-
-    def _broken(self, url: str, error: Exception) -> LinkBroken:
-        """The server there has failed: the next one is asked from now on."""
-        if self.url == url:  # or somebody found that out before
-            self._at = (self._at + 1) % len(self._urls)
-        reason = str(error) or type(error).__name__
-        return LinkBroken(f"control plane at {url}: {reason} ({hint(url, error)})")
-
-
-def _tries(urls: Sequence[str]) -> Iterator[bool]:
-    """One for each, and whether it is the last. A request that no server got goes to the next at
-    once; one that may have been carried out is the caller's to repeat."""
-    for left in reversed(range(len(urls))):
-        yield not left
-
-
-def _error_of(response: httpx.Response) -> KVStrataError:
-    try:
-        problem = api.Problem.model_validate_json(response.content)
-    except ValidationError:
-        text = response.text[:_MAX_TEXT]
-        message = f"{response.request.url} answered {response.status_code}: {text}"
-        # Not ours: a proxy in between. Its 5xx (and 429) are the usual signs of "not now".
-        busy = response.status_code >= 500 or response.status_code == 429
-        return Busy(message) if busy else PeerRefused(message)
-    message = problem.detail or problem.title
-    if problem.errors:
-        first = problem.errors[0]
-        where = ".".join(str(part) for part in first.loc)
-        message = f"{message}: {where}: {first.msg}"
-    if problem.status == 401:
-        message = f"{message} ({_SET_IT})"
-    return from_code(problem.code, message)
-
-
-class ControlPlane(_Client):
+class ControlPlane(Requests):
     """Async client. `transport` replaces the network (httpx.ASGITransport in tests), `ca` the
     certificates of the system. `url` may name several servers of one database, with commas: one is
     asked as long as it answers, and then the next.
@@ -185,7 +55,7 @@ class ControlPlane(_Client):
     async def _run(self, call: Call[R]) -> R:
         import httpx
 
-        for last in _tries(self._urls):
+        for last in tries(self._urls):
             url = self.url
             try:
                 response = await self._http.send(self._request(self._http, url, call))
@@ -304,7 +174,7 @@ class ControlPlane(_Client):
         await self.close()
 
 
-class SyncControlPlane(_Client):
+class SyncControlPlane(Requests):
     """The same for programs without an event loop: the command line, scripts."""
 
     def __init__(
@@ -327,7 +197,7 @@ class SyncControlPlane(_Client):
     def _run(self, call: Call[R]) -> R:
         import httpx
 
-        for last in _tries(self._urls):
+        for last in tries(self._urls):
             url = self.url
             try:
                 response = self._http.send(self._request(self._http, url, call))
