@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from kvstrata import api
 from kvstrata.cli import dispatch, main
 from kvstrata.cli.cluster import show, size, table
 from kvstrata.cli.flags import settings_from
@@ -133,6 +136,21 @@ def test_errors_are_one_line_and_a_status(
     monkeypatch.setitem(dispatch._BUILT_IN, command, f"{__name__}:{command}")
     assert main([command, *args]) == status
     assert capsys.readouterr().err == told
+
+
+def test_an_interrupt_while_a_command_is_imported_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def import_module(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dispatch, "import_module", import_module)
+    try:
+        status = main(["node"])
+    except KeyboardInterrupt:
+        pytest.fail("it went through")
+    assert status == 130
+    assert capsys.readouterr().err == ""
 
 
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
@@ -519,6 +537,42 @@ def test_status_of_the_cluster(ask: Any) -> None:
     _, table = ask("status")
     assert "n1" in table
     assert "control plane" in table
+
+
+def test_reasons_stand_below_the_table_of_the_cluster(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    detail = "fs: full since 2026-11-30T02:06:43Z: " + "free some of its disk, or " * 4
+    well = api.NodeInfo(
+        id="well",
+        incarnation="i",
+        state="up",
+        peer_address="tcp://198.51.100.200:7801",
+        transports=["tcp"],
+        host=api.HostUse(used_bytes=0, capacity_bytes=1, chunks=0),
+        stores=[],
+        healthy=True,
+        detail="",
+        heartbeat_age=0.1,
+    )
+    ill = well.model_copy(
+        update={"id": "ill", "healthy": False, "detail": detail, "drain": "draining"}
+    )
+
+    @contextmanager
+    def connect(options: object) -> Iterator[Any]:
+        yield SimpleNamespace(
+            health=lambda: SimpleNamespace(status="ok"),
+            nodes=lambda: api.NodeList(nodes=[ill, well]),
+        )
+
+    monkeypatch.setattr("kvstrata.cli.status.connect", connect)
+    assert main(["status", "--url", "http://127.0.0.1:1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"ill: {detail}" in lines
+    rows = [line for line in lines if line.startswith("│")]
+    assert len([line for line in rows if "ill" in line]) == 1
+    assert not any("full" in line for line in rows)
 
 
 @pytest.fixture(scope="module")

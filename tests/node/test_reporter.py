@@ -183,7 +183,7 @@ async def test_a_node_taken_out_of_service_by_mistake_comes_back(tmp_path):
         await until(lambda: knows(app, node))
 
 
-async def test_another_node_with_its_id_is_seen(tmp_path):
+async def test_another_node_with_its_id_is_seen(tmp_path, caplog):
     ours = SaidNode(incarnation="i1")
     async with app_on(tmp_path) as app, reporting(ours, Link(app)) as reporter:
         await until(lambda: knows(app, ours) and ours.snapshots)
@@ -197,6 +197,8 @@ async def test_another_node_with_its_id_is_seen(tmp_path):
         watching = asyncio.create_task(watch())
         app.state.control.cluster.register(SaidNode(incarnation="i2").registration())
         await asyncio.wait_for(watching, 20)
+        told = [r for r in caplog.records if "another id" in r.getMessage()]
+        assert [r.levelname for r in told][:1] == ["WARNING"]
         # It may as well have been a restored database: it takes its place again, in time.
         await until(lambda: app.state.control.cluster.nodes["a"].incarnation == "i1")
 

@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(f"kvstrata {name}", command, args[1:])
     except KVStrataError as e:
         return _fail("kvstrata", str(e), 2)
+    except KeyboardInterrupt:  # also while the command is imported, which may take seconds
+        return 130
 
 
 def _find(name: str) -> Command:
@@ -103,8 +105,6 @@ def _run(prog: str, command: Command, args: list[str]) -> int:
         return _fail(prog, str(e), 1)
     except SystemExit as e:  # argparse, after --help or a usage error
         return e.code if isinstance(e.code, int) else 1
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:
         # The reader (head, less) has gone; keep the interpreter's own flush at exit quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -56,13 +56,15 @@ def _node(socket: Path, as_json: bool) -> int:
     tiers = table(
         f"node {status.node}, up {up}", "tier", ">used", ">capacity", ">chunks", "state", "counts"
     )
+    reasons = []
     for tier in status.tiers:
         capacity = "" if tier.capacity_bytes is None else size(tier.capacity_bytes)
         state = "ok" if tier.healthy else "degraded"
         if tier.detail:
-            state += f": {tier.detail}"
+            reasons.append(f"{tier.name}: {state}: {tier.detail}")
         counts = _counts(tier.counters)
         tiers.add_row(tier.name, size(tier.used_bytes), capacity, str(tier.chunks), state, counts)
+    tiers.caption = "\n".join(reasons)
     rest = table("", "what", "now")
     rest.add_row("counts", _counts(status.counters))
     rest.add_row("sessions", ", ".join(status.sessions) or "none")
@@ -89,8 +91,7 @@ def _counts(counters: dict[str, int]) -> str:
 
 
 def _state(node: api.NodeInfo) -> str:
-    trouble = "" if node.healthy else node.detail or "unhealthy"
-    return ", ".join(filter(None, (node.state, node.drain, trouble)))
+    return ", ".join(filter(None, (node.state, node.drain, "" if node.healthy else "unhealthy")))
 
 
 def _cluster(options: argparse.Namespace) -> int:
@@ -128,5 +129,7 @@ def _cluster(options: argparse.Namespace) -> int:
             node.peer_address or "-",
             f"{node.heartbeat_age:.1f} s ago",
         )
+    # Below, since a column has room for a few words.
+    rows.caption = "\n".join(f"{n.id}: {n.detail}" for n in nodes if not n.healthy and n.detail)
     show(rows)
     return 0

@@ -110,7 +110,7 @@ class Reporter:
                 except _Unknown as e:
                     self.registered = False
                     self._phase = f"registering again: {e}"
-                    _log.info("%s", self._phase)
+                    _log.log(e.level, "%s", self._phase)
                     await self._sleep(e.delay)
         finally:
             self.registered = False
@@ -174,10 +174,11 @@ class Reporter:
             try:
                 await once()
             except Missing as e:
-                raise _Unknown(str(e), delay=0.0) from e
+                raise _Unknown(str(e), 0.0, logging.INFO) from e
             except Expired as e:
                 # Two nodes with one id would take it from each other in turns: slowly, then.
-                raise _Unknown(str(e), delay=5 * self._heartbeat_interval) from e
+                delay = 5 * self._heartbeat_interval
+                raise _Unknown(str(e), delay, logging.WARNING) from e
             except KVStrataError as e:
                 self._troubles[name] = self._noted(self._troubles.get(name, ""), e)
                 await self._rest(backoff.next(), e)
@@ -313,6 +314,7 @@ class Reporter:
 class _Unknown(Exception):  # noqa: N818 - a turn of events, seen by nobody else
     """The server doesn't know this incarnation of the node."""
 
-    def __init__(self, why: str, delay: float) -> None:
+    def __init__(self, why: str, delay: float, level: int) -> None:
         super().__init__(why)
         self.delay = delay
+        self.level = level
