@@ -110,24 +110,27 @@ class Gathering:
     def _row_of(self, served: dict[int, Sequence[tuple[str, str]]]) -> int:
         row = self._by_served.setdefault(frozenset(served), len(self._sizes))
         if row == len(self._sizes):
-            before = len(self._cells)
+            cells: set[int] = set()
             for name, places in served.items():
                 numbers = self._served.get(name)
                 if numbers is None:
                     numbers = self._served[name] = [
                         self._places.setdefault(place, len(self._places)) for place in places
                     ]
-                self._cells.extend(numbers)
-            self._sizes.append(len(self._cells) - before)
+                cells.update(numbers)
+            self._cells.extend(cells)
+            self._sizes.append(len(cells))
         return row
 
     def held(self, rows: Ints) -> Held:
         """`rows` as `row` gave them, per key."""
         places = sorted(self._places)
-        columns = np.empty(len(places), np.int64)
-        columns[[self._places[place] for place in places]] = np.arange(len(places))
         sets = np.zeros((len(self._sizes), len(places)), bool)
-        if self._cells:
+        full = [row for row, size in enumerate(self._sizes) if size == len(places)]
+        sets[full] = True
+        if len(full) * len(places) < len(self._cells):  # there are others
+            columns = np.empty(len(places), np.int64)
+            columns[[self._places[place] for place in places]] = np.arange(len(places))
             cells = columns[np.frombuffer(self._cells, np.int64)]
             sets[np.repeat(np.arange(len(sets)), self._sizes), cells] = True
         return Held(places, sets, rows)
