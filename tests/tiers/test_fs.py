@@ -76,8 +76,8 @@ class TestFsTier(TierTests):
 
     async def kill(self, tier: Any) -> None:
         tier._upkeep._watch.cancel()
-        os.close(tier._core.root._lock)  # as the kernel does
-        tier._core.root._lock = -1
+        os.close(tier._core.root.writers._lock)  # as the kernel does
+        tier._core.root.writers._lock = -1
 
 
 @pytest.fixture

@@ -34,9 +34,10 @@ from kvstrata.tiers.fs_format import (
 )
 from kvstrata.tiers.fs_index import Found
 from kvstrata.tiers.fs_quarantine import QUARANTINE, Quarantine
-from kvstrata.tiers.fs_root import IDENTITY, WRITERS, Root, RootGone
+from kvstrata.tiers.fs_root import IDENTITY, Root, RootGone
 from kvstrata.tiers.fs_system import DIRECT, FileSystem
 from kvstrata.tiers.fs_walk import folders, look
+from kvstrata.tiers.fs_writers import WRITERS
 
 NAMESPACE = bytes(range(16))
 KEY = make_key(NAMESPACE, 3, bytes(range(100, 132)))
@@ -69,7 +70,7 @@ def read(files: ChunkFiles, key: Key = KEY, size: int = SIZE) -> bytes:
 def walk(root: Root) -> tuple[list[Found], int]:
     """All chunks, the oldest first, and how many files were set aside."""
     steps = [look(root, Quarantine(root), folder) for folder in folders(root)]
-    root.sweep_writers()
+    root.writers.sweep()
     return sorted(f for step in steps for f in step.found), sum(step.broken for step in steps)
 
 
@@ -364,9 +365,9 @@ def test_without_locks_what_is_old_is_left_over(tmp_path: Path) -> None:
 
 def test_a_writer_that_was_taken_for_dead_says_that_it_lives(root: Root, tmp_path: Path) -> None:
     (tmp_path / WRITERS / f"{root.writer}.lock").unlink()
-    root.say_alive()
-    assert root.writer in root.writers()
-    assert not Root(tmp_path).dead(root.writer)
+    root.writers.say_alive()
+    assert root.writer in root.writers.seen()
+    assert not Root(tmp_path).writers.dead(root.writer)
 
 
 # ---------------------------------------------------------------- past the page cache
@@ -530,6 +531,17 @@ def test_an_identity_that_makes_no_sense(tmp_path: Path, content: bytes, says: s
     with pytest.raises(ConfigError, match=says):
         Root(tmp_path)
     assert list((tmp_path / WRITERS).iterdir()) == []
+
+
+def test_a_store_that_is_made_is_told_of_and_one_that_is_joined_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    Root(tmp_path / "new").close()
+    assert caplog.messages == [f"fs tier: made a new store in {tmp_path / 'new'}"]
+    caplog.clear()
+    Root(tmp_path / "new").close()
+    assert caplog.messages == []
 
 
 def test_a_root_that_is_no_directory(tmp_path: Path) -> None:

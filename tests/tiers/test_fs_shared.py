@@ -103,7 +103,7 @@ def test_a_lease_is_given_back(tmp_path: Path, clock: FakeClock) -> None:
 def test_the_impatient_do_not_wait_for_the_dead(tmp_path: Path, clock: FakeClock) -> None:
     root = Root(tmp_path)
     LeaseFile(root, clock).step(Use())
-    os.close(root._lock)  # as the kernel does at its death
+    os.close(root.writers._lock)  # as the kernel does at its death
     patient, impatient = lease(tmp_path, clock), lease(tmp_path, clock)
     patient.step(Use())
     assert not patient.held

@@ -40,7 +40,8 @@ from kvstrata.tiers.fs_format import (
 from kvstrata.tiers.fs_lease import EVICTOR
 from kvstrata.tiers.fs_news import NEWS
 from kvstrata.tiers.fs_quarantine import MOST_BYTES, QUARANTINE, Quarantine
-from kvstrata.tiers.fs_root import IDENTITY, WRITERS, Root, disk_bytes
+from kvstrata.tiers.fs_root import IDENTITY, Root, disk_bytes
+from kvstrata.tiers.fs_writers import WRITERS
 
 __all__ = ["FsCheck", "FsCheckOptions"]
 
@@ -100,7 +101,7 @@ class FsCheck:
             self._look_at_folders()
         finally:
             if self._joined is not None:
-                self._joined.sweep_writers()
+                self._joined.writers.sweep()
                 self._joined.close()
         self._report.seconds = time.monotonic() - began
         self._report.findings.sort(key=lambda f: (f.problem, f.path))

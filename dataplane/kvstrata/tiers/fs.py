@@ -17,8 +17,8 @@ and how that ends, is in `fs_health`; what goes on in the background in `fs_upke
     fs_shared    the others on the mount      fs_lease       who evicts
     fs_health    what is wrong with it        fs_news        what they tell each other
     fs_threads   threads that may hang        fs_system      the system's calls, to be faked
-    fs_work      what they do to a chunk      fs_options     what can be set
-    drops        what crosses a removal
+    fs_work      what they do to a chunk      fs_writers     who uses the store
+    drops        what crosses a removal       fs_options     what can be set
 """
 
 from __future__ import annotations

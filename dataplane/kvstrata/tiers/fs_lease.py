@@ -108,7 +108,7 @@ class LeaseFile:
         token = self._seen.token
         over = token < 0 or self.silent >= TTL
         if lease is not None:
-            over = over or lease.released or (impatient and self._root.dead(lease.holder))
+            over = over or lease.released or (impatient and self._root.writers.dead(lease.holder))
         if not over or not self._take(use):
             return False
         return token >= 0 and (lease is None or not lease.released)

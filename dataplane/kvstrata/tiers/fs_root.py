@@ -1,11 +1,10 @@
 """The directory of an fs store, which several nodes may share.
 
 A file appears under its own name complete: it is written beside it and renamed over. What is
-synced is an option; readers verify what they read. Locks only tell sooner that a writer is dead;
-where there are none, or they reach no other host, what nobody touched for an hour is left over.
+synced is an option; readers verify what they read.
 
     .kvstrata-store          which store this is, on whatever mount it is seen
-    writers/<writer>.lock    locked for as long as its writer lives, its time renewed
+    writers/<writer>.lock    see `fs_writers`
     .<writer>.<n>.tmp        in any directory: being written, or left over if its writer is dead
 """
 
@@ -14,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import logging
 import mmap
 import os
 import re
@@ -27,16 +27,16 @@ import msgspec
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.fs_options import Direct, Durability
 from kvstrata.tiers.fs_system import DIRECT, FileSystem
+from kvstrata.tiers.fs_writers import Writers
 
-__all__ = ["IDENTITY", "WRITERS", "Root", "RootGone", "disk_bytes", "write_all"]
+__all__ = ["IDENTITY", "Root", "RootGone", "disk_bytes", "write_all"]
+
+_log = logging.getLogger(__name__)
 
 IDENTITY = ".kvstrata-store"
-WRITERS = "writers"
 
 _TEMP = re.compile(r"\.([0-9]+-[0-9a-f]{12})\.[0-9]+\.tmp")
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-# Of what is left over where locks tell nothing.
-_ORPHANED_AFTER = 3600.0
 _PAGE = mmap.PAGESIZE
 
 
@@ -69,13 +69,16 @@ class Root:
         self.system = FileSystem() if system is None else system
         self._durability = durability
         self._temps = itertools.count()
-        self.writer, self._lock, self._locks_work = "", -1, True
+        self.writers = Writers(self.path, self.system)
         try:
             os.makedirs(self.path, exist_ok=True)
-            self._make(self.at(WRITERS))
-            self._register()
-            identity = self._identity(uuid.uuid4())
+            self.writers.join()
+            mine = uuid.uuid4()
+            identity = self._identity(mine)
             self.id, self.made = identity.id, identity.made
+            if self.id == mine:
+                # Where one was expected, the path is wrong or a mount is missing.
+                _log.info("fs tier: made a new store in %s", self.path)
             self.direct = self._probe(direct)
         except OSError as e:
             self.close()
@@ -86,6 +89,11 @@ class Root:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def writer(self) -> str:
+        """The name of this one."""
+        return self.writers.name
 
     def at(self, relative: str) -> str:
         return f"{self.path}/{relative}"
@@ -139,54 +147,10 @@ class Root:
             temp = _TEMP.fullmatch(name)
             if temp is None and not name.startswith(".nfs"):
                 kept.append(entry)
-            elif temp is not None and self._orphaned(entry, temp[1]):
+            elif temp is not None and self.writers.orphaned(entry, temp[1]):
                 with contextlib.suppress(FileNotFoundError):
                     self.system.unlink(entry.path)
         return kept
-
-    def sweep_writers(self) -> None:
-        """Remove the locks of dead writers: once no temporary file of theirs is left."""
-        for entry in self.swept(self.at(WRITERS)):
-            if self._orphaned(entry, entry.name.removesuffix(".lock")):
-                with contextlib.suppress(FileNotFoundError):
-                    self.system.unlink(entry.path)
-
-    def writers(self) -> dict[str, float]:
-        """Every writer's name, and when it last said that it lives, by the file's time."""
-        found = {}
-        for entry in self.system.entries(self.at(WRITERS)):
-            if entry.name.endswith(".lock"):
-                with contextlib.suppress(FileNotFoundError):
-                    found[entry.name.removesuffix(".lock")] = entry.stat().st_mtime
-        return found
-
-    def say_alive(self) -> None:
-        """Renew the time of our lock file, or the file, if a host that our lock doesn't reach
-        took us for dead."""
-        path = self._lock_path(self.writer)
-        try:
-            self.system.utime(path, self.system.now())
-        except FileNotFoundError:
-            fd = self.system.open(path, os.O_RDONLY | os.O_CREAT)
-            fd, self._lock = self._lock, self._locked(fd, path)
-            self.system.close(fd)
-
-    def dead(self, writer: str) -> bool:
-        """Whether a writer is known to be dead. Not knowing is False."""
-        if writer == self.writer or not self._locks_work:
-            return False
-        try:
-            fd = self.system.open(self._lock_path(writer), os.O_RDWR)
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False  # another user's
-        try:
-            return self.system.lock(fd)
-        except OSError:
-            return False
-        finally:
-            self.system.close(fd)
 
     def check(self) -> None:
         """Raises `RootGone` if this store isn't here any more, or was emptied and made again
@@ -242,22 +206,13 @@ class Root:
         identity = self._identity(self.id)
         if identity.id != self.id:
             raise RootGone(f"{self.path} holds another store: restart the node to use that one")
-        self._make(self.at(WRITERS))
-        self._release()
-        self._register()
+        self.writers.leave()
+        self.writers.join()
         return identity.made
 
     def close(self) -> None:
         """Let go. Idempotent."""
-        self._release()
-
-    def _release(self) -> None:
-        fd, self._lock = self._lock, -1  # one step: two threads may close
-        if fd >= 0:
-            with contextlib.suppress(OSError):
-                self.system.unlink(self._lock_path(self.writer))
-            with contextlib.suppress(OSError):
-                self.system.close(fd)
+        self.writers.leave()
 
     def _make(self, directory: str) -> None:
         with contextlib.suppress(FileExistsError):
@@ -356,55 +311,6 @@ class Root:
                 ) from e
             return False
         return read == _PAGE
-
-    def _lock_path(self, writer: str) -> str:
-        return self.at(f"{WRITERS}/{writer}.lock")
-
-    def _register(self) -> None:
-        system = self.system
-        for _ in range(100):
-            writer = f"{os.getpid()}-{secrets.token_hex(6)}"
-            # Nothing stays open for writing: that would keep people from remounting read-only.
-            path = self._lock_path(writer)
-            fd = system.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL)
-            try:
-                fd = self._locked(fd, path)
-                linked = system.fstat(fd).st_nlink > 0
-            except FileNotFoundError:
-                linked = False
-            except BaseException:
-                system.close(fd)
-                raise
-            if linked:
-                self.writer, self._lock = writer, fd
-                return
-            system.close(fd)  # another's sweep took it for a dead writer's before it was locked
-        raise ConfigError(f"fs tier: can't lock a file in {self.at(WRITERS)}: others remove it")
-
-    def _locked(self, fd: int, path: str) -> int:
-        """A lock file's descriptor that holds the lock, where there are locks at all."""
-        system = self.system
-        try:
-            if system.lock(fd):
-                return fd
-        except OSError as e:
-            if e.errno != errno.EBADF:
-                self._locks_work = False
-                return fd
-            # NFS asks for a file open for writing.
-            writing = system.open(path, os.O_RDWR)
-            system.close(fd)
-            self._locks_work = system.lock(writing)
-            return writing
-        raise FileNotFoundError(errno.ENOENT, "another's sweep holds it")
-
-    def _orphaned(self, entry: os.DirEntry[str], writer: str) -> bool:
-        if self._locks_work:
-            return self.dead(writer)
-        with contextlib.suppress(OSError):
-            age = self.system.now() - entry.stat(follow_symlinks=False).st_mtime
-            return writer != self.writer and age > _ORPHANED_AFTER
-        return False
 
 
 def disk_bytes(stat: os.stat_result) -> int:

@@ -162,7 +162,7 @@ class Shared:
         if self._clock() - self._said_alive >= _ALIVE_EVERY:
             self._said_alive = self._clock()
             with self._errors(done):
-                self._root.say_alive()
+                self._root.writers.say_alive()
         with self._errors(done):
             done.news = self._news.read()
         with self._errors(done):
@@ -186,8 +186,8 @@ class Shared:
 
     def tidy(self) -> None:
         """Remove what writers left that are gone. After a walk. Raises `OSError`."""
-        self._root.sweep_writers()
-        self._news.sweep(list(self._root.writers()))
+        self._root.writers.sweep()
+        self._news.sweep(list(self._root.writers.seen()))
 
     def forget(self) -> None:
         """The store was made anew, empty."""
@@ -208,12 +208,12 @@ class Shared:
     def _count_writers(self) -> None:
         now, before = self._clock(), self._writers
         there = {}
-        for writer, time in self._root.writers().items():
+        for writer, time in self._root.writers.seen().items():
             known = before.get(writer)
             if known is None or known[0] != time:
-                if known is not None or not self._root.dead(writer):
+                if known is not None or not self._root.writers.dead(writer):
                     there[writer] = (time, now)
-            elif now - known[1] <= _SILENT and not self._root.dead(writer):
+            elif now - known[1] <= _SILENT and not self._root.writers.dead(writer):
                 there[writer] = known
             else:
                 self.lost = True

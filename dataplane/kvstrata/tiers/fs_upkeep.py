@@ -8,6 +8,7 @@ task of its own in threads of its own, so that none waits for another that hangs
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
@@ -117,14 +118,14 @@ class Upkeep:
             if now >= self._next[name] + every:
                 self._begin(name, work)
 
-    def _begin(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+    def _begin(self, name: str, work: Callable[[], Awaitable[object]]) -> None:
         running = self._tasks.get(name)
         if running is not None and not running.done():
             return
         self._next[name] = self._core.clock()
         self._tasks[name] = asyncio.create_task(self._guarded(name, work), name=f"fs tier {name}")
 
-    async def _guarded(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+    async def _guarded(self, name: str, work: Callable[[], Awaitable[object]]) -> None:
         try:
             await work()
         except Exception:
@@ -156,9 +157,12 @@ class Upkeep:
             core.forget_all()
             root.made = made
             await core.off(core.keeper, core.shared.start, None)
-        core.health.probed(found, why)
         if found is None:
-            self._next["exchange"] = float("-inf")
+            # Before anything is stored again: a lease that ran out meanwhile leaves no room.
+            error = await self.exchange()
+            if error is not None:
+                found, why = condition_of(error) or Condition.IO_ERROR, str(error)
+        core.health.probed(found, why)
 
     def _try_mount(self) -> _Probed:
         """In a thread."""
@@ -175,23 +179,25 @@ class Upkeep:
 
     # ------------------------------------------------------------ the others
 
-    async def exchange(self) -> None:
-        """Tell and hear, then evict if that is our part."""
+    async def exchange(self) -> OSError | None:
+        """Tell and hear, then evict if that is our part; what went wrong."""
         core = self._core
         shared = core.shared
         pending, use = shared.take_pending(), shared.use(core.index.used)
         impatient, self._impatient = self._impatient, False
         made = core.root.made
 
-        def work() -> bool:
+        def work() -> OSError | None:
             try:
                 done = shared.exchange(pending, use, impatient)
             except OSError as e:
                 done = Exchange(errors=[e])
             self._exchanged.append((made, done))
-            return not done.errors
+            return done.errors[0] if done.errors else None
 
-        if not await core.off(core.keeper, work, False):
+        late: OSError | None = OSError(errno.ETIMEDOUT, "no answer in time")
+        error = await core.off(core.keeper, work, late)
+        if error is not None:
             shared.put_back(pending)
         # News are read once: those of a round that came too late count as well.
         while self._exchanged:
@@ -199,6 +205,7 @@ class Upkeep:
             if of == core.root.made:
                 self._heard(done)
         await self._evict()
+        return error
 
     def _heard(self, done: Exchange) -> None:
         """What a round brought."""
