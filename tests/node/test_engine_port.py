@@ -75,10 +75,10 @@ class Port:
 
     def client(self, engine: str = "e", **kwargs: Any) -> Client:
         kwargs.setdefault("namespace", NAMESPACE)
-        return Client.connect(self.socket, engine, timeout=5.0, **kwargs)
+        return Client.connect(self.socket, engine, timeout=30.0, **kwargs)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not condition():  # noqa: ASYNC110 - there is no event for a socket's end
                 await asyncio.sleep(0.005)
 

@@ -99,7 +99,7 @@ class Stranger:
         )
 
     async def hears(self):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while True:
                 message = wire.decode_from_source((await self.socket.recv_multipart())[0])
                 if not isinstance(message, wire.Beat):
