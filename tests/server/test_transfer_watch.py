@@ -98,10 +98,10 @@ async def test_one_server_tells_what_another_is_told(postgres_address):
             transfer = await ready(one, deadline=30)
             async with watching(second.url, transfer) as reader:
                 assert (await reader.next()).state is S.QUEUED
-                async with asyncio.timeout(2):
+                async with asyncio.timeout(8):
                     await one.progress("b", progress(transfer))
                     assert (await reader.next()).state is S.RUNNING
-                async with asyncio.timeout(2):
+                async with asyncio.timeout(8):
                     await one.cancel_transfer(transfer)
                     assert (await reader.next()).state is S.CANCELLED
                 assert await reader.next() is None
