@@ -99,7 +99,7 @@ def test_declared_commands_can_be_loaded() -> None:
         ("venv", "--constraint constraints.txt"),
         ("constraints", ".venv-new/bin/pip freeze"),
         ("demo", ".venv/bin/kvstrata demo"),
-        ("test", "pytest -n 2 -m 'not vllm'"),
+        ("test", "pytest -n 2 --dist worksteal -m 'not vllm'"),
         ("lint", "ruff format --check ."),
         ("test-vllm", "pytest tests/vllm tests/adapters -m vllm -n 0"),
         ("openapi", "-m kvstrata_server.openapi"),
