@@ -6,6 +6,7 @@ Every call has a timeout. What the server refuses comes back as the error it mea
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -135,8 +136,16 @@ class ControlPlane(Requests):
     async def get_transfer(self, transfer: str) -> api.TransferInfo:
         return await self._run(Calls.transfer(transfer))
 
-    async def transfers(self, after: str | None = None, limit: int = 100) -> api.TransferList:
-        return await self._run(Calls.transfers(after, limit))
+    async def transfers(
+        self,
+        after: str | None = None,
+        limit: int = 100,
+        states: Collection[api.TransferState] = (),
+        target: str | None = None,
+        tenant: str | None = None,
+    ) -> api.TransferList:
+        """Of those in one of `states`, to a node, of a tenant; each left out: of all."""
+        return await self._run(Calls.transfers(after, limit, states, target, tenant))
 
     async def cancel_transfer(self, transfer: str) -> api.TransferInfo:
         """Harmless if it has ended."""
@@ -251,8 +260,15 @@ class SyncControlPlane(Requests):
     def get_transfer(self, transfer: str) -> api.TransferInfo:
         return self._run(Calls.transfer(transfer))
 
-    def transfers(self, after: str | None = None, limit: int = 100) -> api.TransferList:
-        return self._run(Calls.transfers(after, limit))
+    def transfers(
+        self,
+        after: str | None = None,
+        limit: int = 100,
+        states: Collection[api.TransferState] = (),
+        target: str | None = None,
+        tenant: str | None = None,
+    ) -> api.TransferList:
+        return self._run(Calls.transfers(after, limit, states, target, tenant))
 
     def cancel_transfer(self, transfer: str) -> api.TransferInfo:
         return self._run(Calls.cancel_transfer(transfer))

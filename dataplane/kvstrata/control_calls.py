@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 from urllib.parse import quote
@@ -13,6 +14,7 @@ from kvstrata import api
 __all__ = ["Call", "Calls"]
 
 R = TypeVar("R", bound=BaseModel)
+Query = dict[str, str | float | list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class Call(Generic[R]):
     path: str
     answer: type[R]
     body: BaseModel | None = None
-    query: dict[str, str | float] = field(default_factory=dict)
+    query: Query = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
     wait: float = 0.0
 
@@ -36,8 +38,12 @@ def _quota(tenant: str) -> str:
     return f"/v1/quotas/{quote(tenant, safe='')}"
 
 
-def _page(after: str | None, limit: int) -> dict[str, str | float]:
-    return {"limit": limit} if after is None else {"after": after, "limit": limit}
+def _page(after: str | None, limit: int) -> Query:
+    return _given(after=after, limit=limit)
+
+
+def _given(**query: str | float | list[str] | None) -> Query:
+    return {name: value for name, value in query.items() if value is not None}
 
 
 class Calls:
@@ -57,8 +63,7 @@ class Calls:
 
     @staticmethod
     def deregister(node: str, incarnation: str | None) -> Call[api.NodeInfo]:
-        query: dict[str, str | float] = {} if incarnation is None else {"incarnation": incarnation}
-        return Call("DELETE", _node(node), api.NodeInfo, query=query)
+        return Call("DELETE", _node(node), api.NodeInfo, query=_given(incarnation=incarnation))
 
     @staticmethod
     def heartbeat(node: str, beat: api.HeartbeatRequest) -> Call[api.HeartbeatReply]:
@@ -70,7 +75,7 @@ class Calls:
 
     @staticmethod
     def commands(node: str, incarnation: str, wait: float) -> Call[api.CommandBatch]:
-        query: dict[str, str | float] = {"incarnation": incarnation, "wait": wait}
+        query = _given(incarnation=incarnation, wait=wait)
         return Call("GET", _node(node, "/commands"), api.CommandBatch, query=query, wait=wait)
 
     @staticmethod
@@ -132,8 +137,16 @@ class Calls:
         return Call("GET", f"/v1/transfers/{quote(transfer, safe='')}", api.TransferInfo)
 
     @staticmethod
-    def transfers(after: str | None, limit: int) -> Call[api.TransferList]:
-        return Call("GET", "/v1/transfers", api.TransferList, query=_page(after, limit))
+    def transfers(
+        after: str | None,
+        limit: int,
+        states: Collection[api.TransferState],
+        target: str | None,
+        tenant: str | None,
+    ) -> Call[api.TransferList]:
+        state = [each.value for each in states] or None
+        query = _given(after=after, limit=limit, state=state, target=target, tenant=tenant)
+        return Call("GET", "/v1/transfers", api.TransferList, query=query)
 
     @staticmethod
     def quotas(after: str | None, limit: int) -> Call[api.QuotaList]:

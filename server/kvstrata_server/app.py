@@ -44,6 +44,7 @@ from kvstrata_server.routes import (
     stream,
     transfers,
 )
+from kvstrata_server.routes.parameters import require_known
 
 __all__ = ["create_app", "main"]
 
@@ -76,7 +77,7 @@ def create_app(settings: ServerSettings, clock: Clock | None = None) -> FastAPI:
         docs_url=None,  # it would load scripts from a CDN
         redoc_url=None,
         generate_unique_id_function=_operation_id,
-        dependencies=[Depends(authorize)],
+        dependencies=[Depends(authorize), Depends(require_known)],
     )
     app.state.control = state
     app.openapi = lambda: openapi.document(app)  # type: ignore[method-assign]

@@ -21,7 +21,9 @@ __all__ = ["document", "text"]
 _DESCRIPTION = """\
 Keys are lower-case hexadecimal: namespace digest (16 bytes), group (4), hash (1 to 32). Times are
 seconds since the epoch, durations are seconds. Every error is a problem document (RFC 9457) whose
-`code` names the condition. Lists take `after` (the `next` of the page before) and `limit`.
+`code` names the condition. Lists take `after` (the `next` of the page before) and `limit`. Fields
+of bodies and parameters of queries that an operation does not know are errors, except at the
+compatible routes.
 
 Reports and lookups of many keys may be sent as `application/msgpack`: maps with the same fields,
 but that a list of keys is a list of runs, in order: `{namespace, group, size, hashes}`, each for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from kvstrata.api import HTTP_STATUS, Problem, WrongPart
+from kvstrata.api.prompts import is_tag
 from kvstrata.errors import Malformed, PeerRefused
 
 __all__ = ["MEDIA_TYPE", "Conflict", "Forbidden", "install", "problem", "responses"]
@@ -95,19 +97,28 @@ def install(app: FastAPI) -> None:
 
     async def http(request: Request, error: Any) -> Response:
         detail = str(error.detail)
+        if error.status_code == 400:  # FastAPI's, of a body that it could not decode
+            return _not_json(_fault(error.__cause__))
         if error.status_code == 404:
             detail = f"there is nothing at {request.url.path}: see /openapi.json"
         headers = dict(error.headers or {})
         if error.status_code == 405:
-            headers["Allow"] = ", ".join(_allowed(app, request))
+            allowed = headers["Allow"] = ", ".join(_allowed(app, request))
+            detail = f"{request.method} is not possible at {request.url.path}, but {allowed}"
         return problem(error.status_code, detail, headers=headers)
 
     async def invalid(request: Request, error: Any) -> Response:
-        found = [
-            WrongPart(loc=list(each["loc"]), msg=each["msg"], type=each["type"])
-            for each in error.errors()[:_MAX_ERRORS]
+        found = error.errors()
+        if found[0]["type"] == "json_invalid":
+            position = found[0]["loc"][-1]
+            return _not_json(f"{found[0]['ctx']['error']}, at character {position}")
+        if isinstance(error.body, bytes):  # as it came
+            return _not_json("its Content-Type is not application/json")
+        wrong = [
+            WrongPart(loc=_location(each, error.body), msg=each["msg"], type=each["type"])
+            for each in found[:_MAX_ERRORS]
         ]
-        return problem(422, "the request does not follow its schema", Malformed.code, found)
+        return problem(422, "the request does not follow its schema", Malformed.code, wrong)
 
     async def unexpected(request: Request, error: Exception) -> Response:
         # The server's log has the trace; a stranger is told nothing about our insides.
@@ -119,6 +130,39 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(Exception, unexpected)
+
+
+def _not_json(fault: str) -> Response:
+    return problem(422, f"the body is not JSON: {fault}", Malformed.code)
+
+
+def _fault(cause: BaseException | None) -> str:
+    """Of a body, what its decoder stumbled over."""
+    if isinstance(cause, UnicodeDecodeError):
+        return f"it is not UTF-8, from byte {cause.start} on"
+    if isinstance(cause, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(cause, ValueError):
+        return "a number in it has too many digits"
+    return "it can't be read"
+
+
+def _location(error: Mapping[str, Any], body: Any) -> list[str | int]:
+    """Of one of pydantic's errors, without what is no part of the request: which message of several
+    it took the body for, and which type of several a value."""
+    place, *path = error["loc"]
+    if place != "body":
+        return [place, *path]
+    shown, value = [place], body
+    for part in path:
+        if isinstance(value, dict) and not is_tag(part):
+            if part in value or error["type"] == "missing":
+                shown.append(part)
+                value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int):
+            shown.append(part)
+            value = value[part]
+    return shown
 
 
 def _allowed(app: FastAPI, request: Request) -> list[str]:

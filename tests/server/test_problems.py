@@ -4,6 +4,7 @@ import pytest
 from server_kit import Running, join, keys, running
 
 from kvstrata import api
+from kvstrata.errors import Malformed
 from kvstrata_server.problems import MEDIA_TYPE
 
 
@@ -81,3 +82,93 @@ async def test_busy_is_retryable_and_says_when(tmp_path, monkeypatch):
         assert (problem.code, problem.retryable) == ("busy", True)
         response = await r.http.post("/v1/nodes/a/reports", json=body)
         assert response.headers["retry-after"] == "1"
+
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "wrong"),
+    [
+        ("/v1/evictions", {"chunks": {"namespace": "ab" * 16}}, {"chunks"}),
+        ("/v1/evictions", {"chunks": {"digests": ["x"]}}, {"chunks.digests.0"}),
+        ("/v1/evictions", {"chunks": {"model": "m", "keys": []}}, {"chunks.keys", "chunks.model"}),
+        ("/v1/evictions", {"chunks": 5}, {"chunks"}),
+        ("/v1/placements:lookup", {}, {""}),
+        ("/v1/placements:lookup", [1], {""}),
+        ("/v1/placements:lookup", {"keys": "x"}, {"keys"}),
+        ("/v1/placements:lookup", {"keys": ["x"], "no": 1}, {"keys.0", "no"}),
+        ("/v1/placements:lookup", {"tokens": 5}, {"tokens"}),
+        ("/v1/placements:lookup", {"tokens": {"token_ids": [1]}}, {"tokens"}),
+        ("/v1/placements:lookup", {"tokens": {"model": "m"}}, {"tokens.token_ids"}),
+        (
+            "/v1/placements:lookup",
+            {"tokens": {"model": "m", "token_ids": [-1]}},
+            {"tokens.token_ids.0"},
+        ),
+        (
+            "/v1/placements:lookup",
+            {"tokens": {"model": "m", "token_ids": []}},
+            {"tokens.token_ids"},
+        ),
+        (
+            "/v1/placements:lookup",
+            {"tokens": {"namespace": "?", "token_ids": [1]}},
+            {"tokens.namespace"},
+        ),
+        ("/v1/transfers", {"target": "a"}, {""}),
+        ("/v1/transfers", {"keys": keys(0)}, {"target"}),
+        ("/v1/leases", {"tokens": {"model": 1, "token_ids": [1]}}, {"node", "tokens.model"}),
+        ("/register", {"instance_id": [], "endpoint": "e", "model": "m", "block_size": 1},
+         {"instance_id"}),
+        ("/v1/nodes/a/evictions/x", {"incarnation": "i", "dropped": {"#": 1}}, {"dropped.#"}),
+        ("/v1/nodes/a/evictions/x", {"incarnation": "i", "dropped": {"a": -1}}, {"dropped.a"}),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_is_named_by_its_place_in_the_request(tmp_path, path, body, wrong):
+    async with running(tmp_path) as r:
+        problem = await ask(r, "POST", path, 422, json=body)
+        places = {tuple(map(str, e.loc)) for e in problem.errors}
+        assert {".".join(rest) for body, *rest in places} == wrong
+
+
+async def test_a_body_of_no_known_shape_is_told_what_it_may_have(tmp_path):
+    async with running(tmp_path) as r:
+        problem = await ask(r, "POST", "/v1/evictions", 422, json={"chunks": {"namespace": "x"}})
+        assert problem.errors[0].msg == (
+            "an object is wanted that has `keys`, `digests` or `model`"
+        )
+        with pytest.raises(Malformed, match="has `tokens` or `keys`"):
+            await r.control.create_transfer(api.NodeRegistration.model_construct(id="a"))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"{bad", "Expecting property name enclosed in double quotes, at character 1"),
+        (b"\xff\xff", "it is not UTF-8, from byte 0 on"),
+        (b"[" * 100_000, "it is nested too deeply"),
+        (b"9" * 5000, "a number in it has too many digits"),
+    ],
+)
+async def test_what_can_not_be_parsed_is_one_kind_of_mistake(tmp_path, body, said):
+    async with running(tmp_path) as r:
+        problem = await ask(r, "POST", "/v1/nodes", 422, content=body, headers=JSON)
+        assert problem.code == "malformed"
+        assert problem.detail == f"the body is not JSON: {said}"
+        problem = await ask(r, "POST", "/v1/placements:lookup", 422, content=body,
+                            headers={"content-type": "application/msgpack"})  # fmt: skip
+        assert problem.code == "malformed"
+
+
+async def test_a_body_of_another_type_is_told_so(tmp_path):
+    async with running(tmp_path) as r:
+        headers = {"content-type": "text/plain"}
+        problem = await ask(r, "POST", "/v1/nodes", 422, content=b"{}", headers=headers)
+        assert "Content-Type is not application/json" in problem.detail
+
+
+async def test_a_method_that_is_not_possible_is_told_which_are(tmp_path):
+    async with running(tmp_path) as r:
+        problem = await ask(r, "DELETE", "/v1/nodes", 405)
+        assert problem.detail == "DELETE is not possible at /v1/nodes, but GET, POST"

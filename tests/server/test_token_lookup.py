@@ -361,14 +361,14 @@ async def test_as_msgpack(tmp_path: Path) -> None:
 async def test_what_is_no_question(tmp_path: Path) -> None:
     tokens_: dict[str, Any] = {"model": "m", "token_ids": [1]}
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({}, "keys"),
+        ({}, "body"),
         ({"tokens": {"model": "m"}}, "token_ids"),
         ({"tokens": {"model": "m", "token_ids": []}}, "token_ids"),
         ({"tokens": {"model": "m", "token_ids": [1 << 32]}}, "token_ids"),
         ({"tokens": {"model": "m", "token_ids": [True]}}, "token_ids"),
         ({"tokens": {"model": "m", "token_ids": ["1"]}}, "token_ids"),
         ({"tokens": {"model": "m", "token_ids": [1] * (api.MAX_TOKENS + 1)}}, "token_ids"),
-        ({"tokens": {"token_ids": [1]}}, "namespace"),
+        ({"tokens": {"token_ids": [1]}}, "tokens"),
         ({"tokens": {"namespace": "00", "token_ids": [1]}}, "namespace"),
         ({"tokens": {"model": "m", "namespace": "0" * 32, "token_ids": [1]}}, "namespace"),
         ({"tokens": tokens_, "keys": ["00" * 21]}, "keys"),

@@ -19,6 +19,7 @@ from kvstrata.api.base import (
     Request,
     Text,
 )
+from kvstrata.api.prompts import having, told_by
 
 __all__ = [
     "EvictionInfo",
@@ -79,7 +80,12 @@ class EvictionRequest(Request):
     that are up. Chunks that are leased stay. Nothing keeps engines from storing them anew.
     """
 
-    chunks: OfKeys | OfNamespaces | OfModel
+    chunks: Annotated[
+        Annotated[OfKeys, having("keys")]
+        | Annotated[OfNamespaces, having("digests")]
+        | Annotated[OfModel, having("model")],
+        told_by("keys", "digests", "model"),
+    ]
     nodes: Annotated[list[Name], Field(min_length=1, max_length=MAX_NODES)] | None = None
     tiers: Annotated[list[Name], Field(min_length=1, max_length=64)] | None = None
     deadline: Annotated[float, Field(gt=0, le=3600), NUMBER] = 60.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 from typing import Annotated
 
-from pydantic import Field, Tag
+from pydantic import Field
 
 from kvstrata.api.base import MAX_KEYS, NUMBER, Answer, HexKey, Name, Request
-from kvstrata.api.prompts import Prompt, told_by
+from kvstrata.api.prompts import Prompt, having, told_by
 from kvstrata.api.transfers import KeyOutcome
 
 __all__ = ["Lease", "LeaseInfo", "LeaseRequest", "LeaseState", "TokenLease"]
@@ -40,8 +40,8 @@ class TokenLease(_Terms):
 
 
 Lease = Annotated[
-    Annotated[TokenLease, Tag("tokens")] | Annotated[LeaseRequest, Tag("keys")],
-    told_by("tokens", "tokens", "keys"),
+    Annotated[TokenLease, having("tokens")] | Annotated[LeaseRequest, having("keys")],
+    told_by("tokens", "keys"),
 ]
 
 

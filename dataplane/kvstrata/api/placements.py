@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field
 
 from kvstrata.api.base import MAX_INT, MAX_KEYS, NUMBER, Answer, Flag, HexKey, Keys, Name, Request
-from kvstrata.api.prompts import Prompt, told_by
+from kvstrata.api.prompts import Prompt, having, told_by
 
 __all__ = [
     "Change",
@@ -100,8 +100,8 @@ class TokenLookup(Request):
 
 
 Lookup = Annotated[
-    Annotated[TokenLookup, Tag("tokens")] | Annotated[LookupRequest, Tag("keys")],
-    told_by("tokens", "tokens", "keys"),
+    Annotated[TokenLookup, having("tokens")] | Annotated[LookupRequest, having("keys")],
+    told_by("tokens", "keys"),
 ]
 
 

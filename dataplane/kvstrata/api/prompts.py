@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
 from kvstrata.api.base import Request
 
-__all__ = ["MAX_TOKENS", "ModelTokens", "NamespaceTokens", "Prompt", "told_by"]
+__all__ = ["MAX_TOKENS", "ModelTokens", "NamespaceTokens", "Prompt", "having", "is_tag", "told_by"]
 
 MAX_TOKENS = 1 << 18
 """Most token ids in one message of JSON. As msgpack (`kvstrata.bulk`) four times as many travel."""
@@ -29,14 +29,32 @@ _TokenIds = Annotated[
 _Text = Annotated[str, Field(max_length=512)]
 
 
-def told_by(name: str, yes: str, no: str) -> Discriminator:
-    """Tells two messages apart by a field that one of them has. Errors are about that one."""
+def having(field: str) -> Tag:
+    """Of one of several messages: the field that only it has, and must have."""
+    return Tag(f"having `{field}`")
 
-    def tag(value: Any) -> str:
-        fields = type(value).model_fields if isinstance(value, BaseModel) else value
-        return yes if isinstance(fields, dict) and name in fields else no
 
-    return Discriminator(tag)
+def is_tag(part: Any) -> bool:
+    """Whether this part of the place of an error is no field but `having` one."""
+    return isinstance(part, str) and part.startswith("having `")
+
+
+def told_by(*fields: str) -> Discriminator:
+    """Tells messages apart by the field that each is tagged as `having`. Errors are about that
+    one; of what has none of the fields, that it needs one."""
+
+    def tag(value: Any) -> str | None:
+        given = type(value).model_fields if isinstance(value, BaseModel) else value
+        if not isinstance(given, dict):
+            return None
+        return next((having(field).tag for field in fields if field in given), None)
+
+    *others, last = (f"`{field}`" for field in fields)
+    return Discriminator(
+        tag,
+        custom_error_type="no_choice",
+        custom_error_message=f"an object is wanted that has {', '.join(others)} or {last}",
+    )
 
 
 class _Tokens(Request):
@@ -69,6 +87,6 @@ class ModelTokens(_Tokens):
 
 
 Prompt = Annotated[
-    Annotated[ModelTokens, Tag("model")] | Annotated[NamespaceTokens, Tag("namespace")],
-    told_by("model", "model", "namespace"),
+    Annotated[ModelTokens, having("model")] | Annotated[NamespaceTokens, having("namespace")],
+    told_by("model", "namespace"),
 ]

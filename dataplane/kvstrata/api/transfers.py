@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 from typing import Annotated, Any
 
-from pydantic import Field, Tag
+from pydantic import Field
 
 from kvstrata.api.base import MAX_INT, MAX_KEYS, NUMBER, Answer, Flag, HexKey, Name, Request
-from kvstrata.api.prompts import Prompt, told_by
+from kvstrata.api.prompts import Prompt, having, told_by
 
 __all__ = [
     "KeyOutcome",
@@ -126,12 +126,12 @@ class TokenPrefetch(_Terms):
 
 
 Transfer = Annotated[
-    Annotated[TokenTransfer, Tag("tokens")] | Annotated[TransferRequest, Tag("keys")],
-    told_by("tokens", "tokens", "keys"),
+    Annotated[TokenTransfer, having("tokens")] | Annotated[TransferRequest, having("keys")],
+    told_by("tokens", "keys"),
 ]
 Prefetch = Annotated[
-    Annotated[TokenPrefetch, Tag("tokens")] | Annotated[PrefetchRequest, Tag("keys")],
-    told_by("tokens", "tokens", "keys"),
+    Annotated[TokenPrefetch, having("tokens")] | Annotated[PrefetchRequest, having("keys")],
+    told_by("tokens", "keys"),
 ]
 
 

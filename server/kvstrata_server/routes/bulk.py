@@ -7,7 +7,7 @@ is msgpack. Answers are JSON, as ever: they are small.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from pydantic import BaseModel
@@ -29,6 +29,7 @@ from kvstrata_server.access.auth import authorize, identity_of
 from kvstrata_server.lookups.lookup import look_up, look_up_prompts
 from kvstrata_server.lookups.prompts import prompts_of
 from kvstrata_server.plane import state_of
+from kvstrata_server.routes.parameters import require_known
 
 __all__ = ["ROUTES"]
 
@@ -55,7 +56,6 @@ class _BulkRoute(Route):
 
 
 async def _post_report(request: Request) -> Response:
-    await authorize(request)
     report = _decode(await request.body(), _report)
     state, node_id = state_of(request), request.path_params["node_id"]
     await state.follower.catch_up(node_id, report.incarnation)
@@ -63,7 +63,6 @@ async def _post_report(request: Request) -> Response:
 
 
 async def _lookup_placements(request: Request) -> Response:
-    await authorize(request)
     asked = _asked(await request.body())
     state, who = state_of(request), identity_of(request)
     if not isinstance(asked, BulkLookup):
@@ -111,8 +110,14 @@ def _answer(message: BaseModel) -> Response:
     return Response(message.model_dump_json(), media_type="application/json")
 
 
-def _route(path: str, name: str, serve: Callable[[Request], Awaitable[Any]]) -> Route:
-    return _BulkRoute(path, serve, methods=["POST"], name=name)
+def _route(path: str, name: str, serve: Callable[[Request], Awaitable[Response]]) -> Route:
+    async def checked(request: Request) -> Response:
+        # What the app has routes of FastAPI depend on.
+        await authorize(request)
+        await require_known(request)
+        return await serve(request)
+
+    return _BulkRoute(path, checked, methods=["POST"], name=name)
 
 
 ROUTES = [

@@ -32,10 +32,9 @@ from kvstrata_server.lookups.compat import DEFAULT_TENANT, Asked, Overlap, overl
 from kvstrata_server.lookups.prompts import hashed, namespaces_of_model, sequenced
 from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
-from kvstrata_server.routes.parameters import State, Who
+from kvstrata_server.routes.parameters import COMPATIBLE, State, Who
 
-router = APIRouter(tags=["compatible"])
-
+router = APIRouter(tags=[COMPATIBLE])
 
 _MOST_TOKENS = 1 << 20
 

@@ -7,9 +7,10 @@ import hashlib
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Response
+from fastapi import APIRouter, Path, Query, Response
 
 from kvstrata import api
+from kvstrata.api.base import NO_NUL
 from kvstrata.errors import Busy, Missing
 from kvstrata_server.access.roles import Identity
 from kvstrata_server.examples.world import TRANSFER
@@ -19,11 +20,34 @@ from kvstrata_server.plane import ControlState
 from kvstrata_server.problems import responses
 from kvstrata_server.routes.parameters import PLANNED, After, IdempotencyKey, Limit, State, Who
 from kvstrata_server.routes.sse import NOTHING_NEW, SILENCE, STREAM, EventStream, Standing, event
+from kvstrata_server.scheduling.history import Wanted
 from kvstrata_server.scheduling.shown import Shown
+from kvstrata_server.tenancy.tenants import LONGEST_NAME, NAME_PATTERN
 
 router = APIRouter(prefix="/v1/transfers", tags=["transfers"])
 
 TransferId = Annotated[str, Path(max_length=64, examples=[TRANSFER])]
+InState = Annotated[
+    list[api.TransferState] | None,
+    Query(
+        alias="state",
+        max_length=len(api.TransferState),
+        description="Only those in this state, or in one of several: `state=queued&state=running`",
+    ),
+]
+Target = Annotated[
+    str | None, Query(max_length=128, pattern=NO_NUL, description="Only those to this node")
+]
+OfTenant = Annotated[
+    str | None,
+    Query(
+        min_length=1,
+        max_length=LONGEST_NAME,
+        pattern=NAME_PATTERN,
+        description="Only those that take their turns as this tenant's, whose first key is: called "
+        "as in `/v1/quotas`",
+    ),
+]
 
 
 @router.post(
@@ -51,9 +75,19 @@ async def create_transfer(
     summary="List transfers",
     responses=responses(503),
 )
-async def list_transfers(state: State, after: After = None, limit: Limit = 100) -> api.TransferList:
-    """Oldest first, with counts in place of keys."""
-    return await state.transfers.page(after, limit)
+async def list_transfers(
+    state: State,
+    after: After = None,
+    limit: Limit = 100,
+    in_state: InState = None,
+    target: Target = None,
+    tenant: OfTenant = None,
+) -> api.TransferList:
+    """Oldest first, with counts in place of keys: all of them, or those that pass each filter."""
+    namespaces: list[str] | None = None
+    if tenant is not None:
+        namespaces = state.namespaces.of_tenant(api.tenant_from_name(tenant))
+    return await state.transfers.page(after, limit, Wanted(in_state, target, namespaces))
 
 
 @router.get(

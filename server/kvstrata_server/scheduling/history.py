@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, func, or_, select
+from sqlalchemy import ColumnElement, and_, exists, func, or_, select
 
 from kvstrata import api
 from kvstrata.api import Outcome, TransferState
-from kvstrata.keys import Key
+from kvstrata.keys import DIGEST_BYTES, Key
 from kvstrata_server.scheduling.transfer import Transfer
 from kvstrata_server.sql.database import Database
 from kvstrata_server.sql.models import TransferChunkRow, TransferRow
 
-__all__ = ["by_id", "by_idempotency_key", "page", "standing", "summary", "unended", "untold"]
+__all__ = [
+    "Wanted",
+    "by_id",
+    "by_idempotency_key",
+    "page",
+    "standing",
+    "summary",
+    "unended",
+    "untold",
+]
 
 # Longest that a request may ask a target to hold what it brought.
 _MOST_HOLD = 3600.0
@@ -79,11 +89,40 @@ async def summary(database: Database, transfer_id: str) -> api.TransferSummary |
     return (await _summaries(database, rows))[0] if rows else None
 
 
-async def page(database: Database, after: str | None, limit: int) -> api.TransferList:
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which transfers a list has. None: whichever. `namespaces`: digests in hexadecimal, of which
+    that of its first key is one; by that key a transfer is its tenant's."""
+
+    states: Collection[TransferState] | None = None
+    target: str | None = None
+    namespaces: Collection[str] | None = None
+
+    def conditions(self) -> Iterator[ColumnElement[bool]]:
+        if self.states is not None:
+            yield TransferRow.state.in_([state.value for state in self.states])
+        if self.target is not None:
+            yield TransferRow.target == self.target
+        if self.namespaces is not None:
+            yield exists().where(
+                TransferChunkRow.transfer_id == TransferRow.id,
+                TransferChunkRow.position == 0,
+                func.substr(TransferChunkRow.key, 1, DIGEST_BYTES).in_(
+                    [bytes.fromhex(digest) for digest in self.namespaces]
+                ),
+            )
+
+
+_ALL = Wanted()
+
+
+async def page(
+    database: Database, after: str | None, limit: int, wanted: Wanted = _ALL
+) -> api.TransferList:
     """In order of creation, counts instead of keys."""
     rows = await database.rows(
         select(TransferRow.__table__)
-        .where(TransferRow.id > (after or ""))
+        .where(TransferRow.id > (after or ""), *wanted.conditions())
         .order_by(TransferRow.id)
         .limit(limit + 1)
     )

@@ -129,11 +129,12 @@ class Records:
             raise _missing(transfer_id)
         return found
 
-    async def page(self, after: str | None, limit: int) -> api.TransferList:
-        if not self._alone:
+    async def page(self, after: str | None, limit: int, wanted: history.Wanted) -> api.TransferList:
+        if not self._alone or wanted.states is not None:
+            # As SQL has them: those that were chosen by their state are in it.
             await self.flushed()
-            return await history.page(self._database, after, limit)
-        page = await history.page(self._database, after, limit)
+            return await history.page(self._database, after, limit, wanted)
+        page = await history.page(self._database, after, limit, wanted)
         return api.TransferList(
             transfers=[
                 live.summary() if (live := self._unended.get(row.id)) else row

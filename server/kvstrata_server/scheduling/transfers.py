@@ -204,10 +204,10 @@ class Scheduler:
         self.expire()
         return await self._records.summary(transfer_id)
 
-    async def page(self, after: str | None, limit: int) -> api.TransferList:
+    async def page(self, after: str | None, limit: int, wanted: history.Wanted) -> api.TransferList:
         """In order of creation, counts instead of keys."""
         self.expire()
-        return await self._records.page(after, limit)
+        return await self._records.page(after, limit, wanted)
 
     def watching(self, transfer_id: str) -> AbstractContextManager[asyncio.Event]:
         """An event that is set whenever the transfer may have changed, here or at another server,
