@@ -254,7 +254,7 @@ async def test_a_pull_brings_chunks_from_another_node(tmp_path: Path, transport:
         running(settings(tmp_path, "b", tiers=[], peers=peers)) as b,
     ):
         await asyncio.to_thread(fill)
-        address = a.registration().peer_address
+        address = a.controlled().registration().peer_address
         assert address is not None
         pull = Pull(
             "t1",
@@ -264,7 +264,7 @@ async def test_a_pull_brings_chunks_from_another_node(tmp_path: Path, transport:
             time.monotonic() + 20,
             hold=30.0,
         )
-        result = await b.pull(pull)
+        result = await b.controlled().pull(pull)
         assert {k: str(v) for k, v in result.outcomes.items()} == {
             **{key(n): "stored" for n in (1, 2, 3, 4)},
             key(99): "failed",  # the dead one may have it
@@ -272,7 +272,7 @@ async def test_a_pull_brings_chunks_from_another_node(tmp_path: Path, transport:
         assert result.sources == {key(n): "a" for n in (1, 2, 3, 4)}
         assert result.bytes == 4 * PAGE
         assert b.store.host.drop() == 0  # held for whoever will ask
-        again = await b.pull(pull)
+        again = await b.controlled().pull(pull)
         assert [str(again.outcomes[key(n)]) for n in (1, 2, 3, 4)] == ["present"] * 4
         await asyncio.to_thread(check)
         # The source lets go at once: nothing of it stays leased.
@@ -291,10 +291,10 @@ async def test_a_pull_within_a_byte_budget(tmp_path: Path) -> None:
         running(settings(tmp_path, "b", tiers=[], peers=peers)) as b,
     ):
         await asyncio.to_thread(fill)
-        sources = [PullSource("a", a.registration().peer_address or "")]
+        sources = [PullSource("a", a.controlled().registration().peer_address or "")]
         keys = [key(n) for n in (1, 2, 3)]
         pull = Pull("t", [NAMESPACE.document], keys, sources, time.monotonic() + 20, 1.0, 2 * PAGE)
-        result = await b.pull(pull)
+        result = await b.controlled().pull(pull)
     assert [str(result.outcomes[k]) for k in keys] == ["stored", "stored", "no_room"]
 
 
@@ -307,16 +307,18 @@ async def test_a_node_that_is_drained_takes_nothing_from_others_and_says_so(tmp_
             return client.status()
 
     async with running(settings(tmp_path, peers=peers)) as node:
+        controlled = node.controlled()
         before = await asyncio.to_thread(check, 1)
-        node.draining = True
+        controlled.draining = True
         pull = Pull("t1", [NAMESPACE.document], [key(1)], [], time.monotonic() + 20, hold=30.0)
-        result = await node.pull(pull)
+        result = await controlled.pull(pull)
         assert (str(result.outcomes[key(1)]), "drained" in result.detail) == ("no_room", True)
         assert set(node.status(0).tasks) - set(before.tasks) == {"drain"}
         written = Written()
-        await node.write_back(WriteBack("o", [key(1)], [node.store.guards[0].store_id]), written)
+        stores = [node.store.guards[0].store_id]
+        await controlled.write_back(WriteBack("o", [key(1)], stores), written)
         assert str(written.outcomes[key(1)]) in ("stored", "present")
-        node.draining = False
+        controlled.draining = False
         await asyncio.to_thread(check, 2)
 
 
@@ -334,7 +336,7 @@ async def test_a_static_peer_is_asked_on_a_miss(tmp_path: Path) -> None:
 
     async with running(settings(tmp_path, "a", tiers=[], peers=port)) as a:
         await asyncio.to_thread(fill)
-        address = a.registration().peer_address or ""
+        address = a.controlled().registration().peer_address or ""
         asking = PeerSettings(static=[address], transports=["tcp"])
         async with running(settings(tmp_path, "b", tiers=[], peers=asking)):
             await asyncio.to_thread(check)

@@ -20,7 +20,7 @@ from tier_kit import NAMESPACE, PAGE, TroubledTier, key, payload, put
 
 from kvstrata.cli.status import main as show_status
 from kvstrata.client import Client
-from kvstrata.config import HostSettings, NodeSettings, TierSettings
+from kvstrata.config import HostSettings, NodeSettings, PeerSettings, TierSettings
 from kvstrata.errors import ConfigError
 from kvstrata.node.process import Node
 from kvstrata.node.run import run_node
@@ -130,8 +130,9 @@ async def test_health_says_which_tier_what_and_since_when(
 
 
 async def test_the_cluster_hears_of_the_kind_of_a_tier_not_of_its_label(tmp_path: Path) -> None:
-    node = await Node.start(settings(tmp_path, {"name": "x"}, {"writable": False}))
-    [store] = node.registration().stores
+    peers = PeerSettings(listen="tcp://127.0.0.1:0", transports=["tcp"])
+    node = await Node.start(settings(tmp_path, {"name": "x"}, {"writable": False}, peers=peers))
+    [store] = node.controlled().registration().stores
     assert (store.id, store.tier) == ("store-0", "troubled")
     await node.close()
 

@@ -8,17 +8,18 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
 from kvstrata import wire
-from kvstrata.api import HostUse, NodeRegistration, StoreRef
+from kvstrata.api import NodeRegistration
 from kvstrata.config import NodeSettings, run_dir
 from kvstrata.errors import ConfigError
 from kvstrata.keys import DIGEST_BYTES, Key, Namespace
 from kvstrata.node.breaker import Kind
+from kvstrata.node.controlled import Controlled
 from kvstrata.node.ending import Ending
 from kvstrata.node.engine_port import EnginePort
 from kvstrata.node.events import EventPublisher
@@ -27,20 +28,9 @@ from kvstrata.node.grants import Grants
 from kvstrata.node.namespaces import Namespaces
 from kvstrata.node.peer_port import PeerPort
 from kvstrata.node.pulls import Pulls
-from kvstrata.node.reported import (
-    Drop,
-    PlacementChange,
-    Pull,
-    PullResult,
-    Shed,
-    WriteBack,
-    Written,
-)
-from kvstrata.node.shedding import shed
 from kvstrata.node.status import tier_statuses, tier_trouble
 from kvstrata.node.store import Store
 from kvstrata.node.supervisor import Supervisor
-from kvstrata.node.writeback import write_back
 from kvstrata.peer_wire import parse_address
 from kvstrata.region import Region, sweep
 from kvstrata.tiers.base import TierContext
@@ -289,9 +279,21 @@ class Node:
     async def _open_reporter(self) -> None:
         from kvstrata.node.reporter import Reporter
 
-        self.reporter = Reporter(self.settings.control, self)
+        self.reporter = Reporter(self.settings.control, self.controlled())
         self.supervisor.start("reporter", self.reporter.run)
         self._ending.add("reporter", self.reporter.close)
+
+    def controlled(self) -> Controlled:
+        """As the control plane knows this node, which may have peers."""
+        registered = NodeRegistration(
+            id=self.settings.id,
+            incarnation=self.incarnation,
+            peer_address=self._peers.address if self._peers is not None else None,
+            transports=[transport.name for transport in self._transports],
+            capacity_bytes=self.region.size,
+            events=[publisher.at for publisher in self.events],
+        )
+        return Controlled(registered, self.store, self.pulls, self.health)
 
     async def _expire(self) -> None:
         while True:
@@ -374,32 +376,12 @@ class Node:
             states |= {f"peer {a}": reason for a, reason in self._links.reasons.items()}
         if self.settings.control.url:
             states["control plane"] = self.reporter.status
-        if self.draining:
+        if self.store.draining:
             states["drain"] = "takes no new chunks: the control plane has it drained"
         return states
 
-    # ------------------------------------------------------------ what the reporter reads
-
-    def registration(self) -> NodeRegistration:
-        return NodeRegistration(
-            id=self.settings.id,
-            incarnation=self.incarnation,
-            peer_address=self._peers.address if self._peers is not None else None,
-            transports=[transport.name for transport in self._transports],
-            capacity_bytes=self.region.size,
-            stores=[
-                StoreRef(id=guard.store_id, tier=guard.kind)
-                for guard in self.store.guards
-                if guard.tier.writable
-            ],
-            events=[publisher.at for publisher in self.events],
-        )
-
-    def host_use(self) -> HostUse:
-        usage = self.store.host.usage()
-        return HostUse(used_bytes=usage.used, capacity_bytes=usage.capacity, chunks=usage.chunks)
-
     def health(self) -> tuple[bool, str]:
+        """Whether the node is well, and if not, why."""
         failing = self.supervisor.failing
         if self._peers is not None:
             failing |= self._peers.loops.failing
@@ -408,64 +390,6 @@ class Node:
             f"{guard.name}: {told}" for guard in self.store.guards if (told := tier_trouble(guard))
         ]
         return not trouble, "; ".join(trouble)[:2000]
-
-    def ailing(self) -> Sequence[str]:
-        return [
-            guard.store_id
-            for guard in self.store.guards
-            if guard.tier.writable and tier_trouble(guard)
-        ]
-
-    def take_changes(self) -> Sequence[PlacementChange]:
-        return self.store.placements.take()
-
-    def snapshot(self) -> Sequence[PlacementChange]:
-        self.store.placements.take()
-        here = [PlacementChange("host", self.store.host.keys())]
-        here += [
-            PlacementChange(guard.store_id, guard.keys())
-            for guard in self.store.guards
-            if guard.tier.writable
-        ]
-        return here
-
-    def namespace_documents(self) -> Mapping[bytes, bytes]:
-        return {n.digest: n.document for n in self.namespaces.all()}
-
-    @property
-    def draining(self) -> bool:
-        return self.store.draining
-
-    @draining.setter
-    def draining(self, draining: bool) -> None:
-        if draining != self.store.draining:
-            _log.info("takes %s new chunks", "no" if draining else "again")
-        self.store.draining = draining
-
-    async def pull(self, pull: Pull) -> PullResult:
-        return await self.pulls.pull(pull)
-
-    def keep(self, transfer: str) -> None:
-        self.pulls.keep(transfer)
-
-    def told(self, transfer: str) -> None:
-        self.pulls.told(transfer)
-
-    def release(self, transfer: str) -> None:
-        self.pulls.release(transfer)
-
-    async def drop(self, asked: Drop) -> Mapping[str, int]:
-        tiers = asked.tiers or (
-            "host",
-            *(guard.name for guard in self.store.guards if guard.tier.writable),
-        )
-        return await self.store.drop(tiers, asked.keys, asked.digests)
-
-    async def write_back(self, asked: WriteBack, written: Written) -> None:
-        await write_back(self.store, asked, written)
-
-    async def shed(self, asked: Shed) -> Mapping[str, int]:
-        return await shed(self.store.host, self.store.guards, asked)
 
 
 def _lock(socket: Path) -> int:
