@@ -481,7 +481,7 @@ def in_use(root: Path) -> int:
     )
 
 
-@pytest.mark.timeout(max(120, 3 * SECONDS))
+@pytest.mark.timeout(max(300, 3 * SECONDS))
 async def test_two_nodes_at_full_speed_on_one_root(shared_root: Path) -> None:
     """Stores, loads and evictions by two processes; the evictor is killed, and another comes."""
     seed = random.SystemRandom().randrange(1 << 32)
