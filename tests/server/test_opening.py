@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from server_kit import database_url, lay_out
@@ -14,6 +15,7 @@ from kvstrata.config import ServerSettings
 from kvstrata.errors import ConfigError
 from kvstrata_server.access import token_command
 from kvstrata_server.app import create_app
+from kvstrata_server.sql import database as database_module
 from kvstrata_server.sql.database import Database
 
 pytestmark = pytest.mark.parametrize("by", ["server", "token"])
@@ -45,15 +47,15 @@ def execute(address: str, statement: str) -> None:
     asyncio.run(run())
 
 
-def refusal(by: str, address: str) -> str:
+def refusal(by: str, address: str, *words: str) -> str:
     """What is said instead of starting."""
 
     with pytest.raises(ConfigError) as raised:
-        start(by, address)
+        start(by, address, *words)
     return str(raised.value)
 
 
-def start(by: str, address: str) -> None:
+def start(by: str, address: str, *words: str) -> None:
     async def serve() -> None:
         app = create_app(ServerSettings(database=address))
         async with app.router.lifespan_context(app):
@@ -62,7 +64,7 @@ def start(by: str, address: str) -> None:
     if by == "server":
         asyncio.run(serve())
     else:
-        token_command.main(["--database", address, "list"])
+        token_command.main(["--database", address, *(words or ["list"])])
 
 
 def test_a_database_of_a_newer_version(migrated: str, by: str) -> None:
@@ -108,3 +110,25 @@ def test_postgresql_has_no_such_database_or_user(postgres_address: str, by: str)
     assert "Are user and password right" in refusal(
         by, address.set(username="stranger").render_as_string()
     )
+
+
+def test_a_database_that_takes_no_writes(
+    migrated: str, by: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that this user may only read, a standby: as those look who is root, and has none."""
+    if migrated.startswith("sqlite"):
+        prepare = database_module._set_pragmas
+
+        def read_only(busy_ms: int, connection: Any, record: object) -> None:
+            prepare(busy_ms, connection, record)
+            connection.cursor().execute("PRAGMA query_only=1")
+
+        monkeypatch.setattr(database_module, "_set_pragmas", read_only)
+    else:
+        name = make_url(migrated).database
+        execute(migrated, f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+    said = refusal(by, migrated, "create", "x", "--role", "read")
+    assert "can't be written" in said
+    if by == "token":
+        start(by, migrated)
+        assert "Tokens" in capsys.readouterr().out

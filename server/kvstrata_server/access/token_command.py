@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from rich.table import Table
+from sqlalchemy.exc import DBAPIError
 
 from kvstrata.cli.cluster import seconds, show, table
 from kvstrata.cli.flags import Parser
@@ -20,6 +21,7 @@ from kvstrata_server.access.audit import PutAudit
 from kvstrata_server.access.roles import Role
 from kvstrata_server.access.tokens import REFRESH, TokenInfo, create, listed, revoke
 from kvstrata_server.sql.database import Database
+from kvstrata_server.sql.opening import advice
 
 __all__ = ["main"]
 
@@ -92,6 +94,10 @@ async def _run(options: argparse.Namespace, address: str) -> int:
             await revoke(database, options.name, now)
             print(f"revoked: servers refuse it within {REFRESH:g} s", file=sys.stderr)
         await _audit(database, f"{options.act}_token", options.name, now)
+    except DBAPIError as e:
+        raise ConfigError(
+            f"database {database.shown} can't be written: {e.orig}. {advice(e)}"
+        ) from e
     finally:
         await database.close()
     return 0

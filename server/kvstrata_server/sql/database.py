@@ -26,7 +26,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 from kvstrata.errors import ConfigError
 from kvstrata_server.sql.file import DatabaseFile
-from kvstrata_server.sql.opening import advice, require_ours
+from kvstrata_server.sql.opening import advice, require_ours, require_writable
 from kvstrata_server.sql.reads import Reads
 
 __all__ = ["Database", "alembic_config", "may_pass", "migrations_dir"]
@@ -103,7 +103,7 @@ class Database:
 
     async def migrate(self) -> None:
         """Bring the schema to the newest version. Raises `ConfigError`, with what to do, if it
-        can't be opened, or is a newer version's or no database of ours."""
+        can't be opened or written, or is a newer version's or no database of ours."""
         if self._file is not None:
             await asyncio.to_thread(self._file.claim)
         await self._prepared(upgrade=True)
@@ -196,6 +196,7 @@ def _prepare(shown: str, upgrade: bool, connection: Connection) -> None:
     config = alembic_config(connection)
     require_ours(connection, config, shown)
     if upgrade:
+        require_writable(connection, shown)
         command.upgrade(config, "head")
 
 

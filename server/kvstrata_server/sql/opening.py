@@ -9,11 +9,12 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, inspect
+from sqlalchemy.exc import DBAPIError
 
 from kvstrata.errors import ConfigError
 from kvstrata_server.sql.models import Base
 
-__all__ = ["advice", "require_ours"]
+__all__ = ["advice", "require_ours", "require_writable"]
 
 
 def require_ours(connection: Connection, config: Config, shown: str) -> None:
@@ -43,6 +44,24 @@ def require_ours(connection: Connection, config: Config, shown: str) -> None:
         )
 
 
+def require_writable(connection: Connection, shown: str) -> None:
+    """Raises `ConfigError` where nothing can be written: a file that this user may only read, a
+    standby. Outside a transaction, or at its very start."""
+    if connection.dialect.name == "sqlite":
+        try:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+            connection.exec_driver_sql("ROLLBACK")
+        except DBAPIError as e:
+            raise ConfigError(
+                f"server.database {shown} can't be written: {e.orig}. {advice(e)}"
+            ) from e
+    elif connection.exec_driver_sql("SHOW transaction_read_only").scalar() == "on":
+        raise ConfigError(
+            f"server.database {shown} can't be written: PostgreSQL takes no writes there. Name the "
+            "primary, not a standby, and see default_transaction_read_only"
+        )
+
+
 def _follows(version: str, newest: str) -> bool:
     """Ours are numbers of one length; those of others, as a rule, random hexadecimal."""
     return version.isdecimal() and len(version) == len(newest) and version > newest
@@ -59,6 +78,7 @@ _SQLITE = {
 # Classes of PostgreSQL's SQLSTATE.
 _POSTGRESQL = {
     "08": "Does PostgreSQL run there, and is it reached under this address?",
+    "25": "PostgreSQL takes no writes there: name the primary, not a standby",
     "28": "Are user and password right, and does pg_hba.conf let this user in?",
     "3D": "Make it (`createdb`), or correct the name",
     "42": "Give this user the right to make tables there (GRANT, or own the database)",
