@@ -276,3 +276,26 @@ async def test_a_cancelled_load_begins_no_further_part(tmp_path: Path, removed: 
     assert call.cancelled()
     assert asked == [stored[0].key]
     await tier.close()
+
+
+async def test_what_goes_while_a_later_part_is_stored_is_not_acknowledged() -> None:
+    removed: list[Key] = []
+    context = context_of(FakeClock(), removed)
+
+    class Small(MemoryTier):
+        async def store(
+            self, batch: Sequence[Item], deadline: float | None = None
+        ) -> list[Outcome]:
+            outcomes = await super().store(batch, deadline)
+            self.remove([k for k in self.chunks if batch[0].key == key(2) and k == key(0)])
+            return outcomes
+
+    inner = Small(context, verify=False)
+    tier = Checked.wrap(inner, {"scratch": 1 << 16}, context)
+    assert await tier.store([item(0), item(1), item(2)]) == [
+        Outcome.FAILED,
+        Outcome.STORED,
+        Outcome.STORED,
+    ]
+    assert removed == [key(0)]
+    await tier.close()

@@ -114,8 +114,11 @@ class Framed(Wrapper):
             left = self._left(deadline)
             await self._shunned.make_way(self.inner, [item.key for item in batch], left)
             outcomes: list[Outcome] = []
-            for part in self._parts(batch, self._outgoing):
+            parts = list(self._parts(batch, self._outgoing))
+            for part in parts:
                 outcomes += await self._store_part(call, part, deadline)
+            if len(parts) > 1:
+                await self._look_again(batch, outcomes, deadline)
             return outcomes
 
     async def load(self, batch: Sequence[Item], deadline: float | None = None) -> list[Outcome]:
@@ -231,6 +234,17 @@ class Framed(Wrapper):
             return outcomes
         finally:
             self._outgoing.give_back(memory)
+
+    async def _look_again(
+        self, batch: Sequence[Item], outcomes: list[Outcome], deadline: float | None
+    ) -> None:
+        """What went while later parts were stored has failed: its removal has been told already."""
+        kept = [n for n, o in enumerate(outcomes) if o in (Outcome.STORED, Outcome.PRESENT)]
+        keys = [batch[n].key for n in kept]
+        found = complete(await self.inner.lookup(keys, deadline), len(keys))
+        for n, here in zip(kept, found, strict=True):
+            if not here:
+                outcomes[n] = Outcome.FAILED
 
     def _stored(self, key: Key, outcome: Outcome) -> Outcome:
         if outcome is Outcome.PRESENT and key in self._shunned:
