@@ -18,6 +18,9 @@ from kvstrata_server.scheduling.transfer import Transfer
 
 __all__ = ["Admission", "digest_of", "transfer_of"]
 
+# Keys that are read at a time.
+_PART = 1 << 14
+
 
 class Admission(Protocol):
     """Who holds requests to what their tenants may have (`tenancy.admission`)."""
@@ -56,16 +59,22 @@ async def transfer_of(
         raise Malformed(f"free_only is for transfers from other nodes, not from {OWN!r}")
     if asked.source == target.id:
         raise Malformed(f"node {asked.source!r} can't be source and target of one transfer")
-    keys = keys_of(list(dict.fromkeys(asked.keys)))
-    await asyncio.sleep(0)
+    texts = list(dict.fromkeys(asked.keys))
+    keys: list[Key] = []
+    for start in range(0, len(texts), _PART):
+        keys += keys_of(texts[start : start + _PART])
+        await asyncio.sleep(0)
     budget = asked.byte_budget
     if admission is not None:
         budget = admission.budget(keys, budget)
     planned = plan(cluster, keys, target, asked.source, budget, asked.free_only)
     await asyncio.sleep(0)
+    transfer_id = f"{int(now * 1000):012x}-{secrets.token_hex(8)}"
+    told = hints(transfer_id, keys, planned.first)
+    await asyncio.sleep(0)
     cluster.require_target(asked.target)  # still
     transfer = Transfer(
-        id=f"{int(now * 1000):012x}-{secrets.token_hex(8)}",
+        id=transfer_id,
         state=TransferState.QUEUED,
         source=asked.source,
         target=target.id,
@@ -79,9 +88,9 @@ async def transfer_of(
         sources=[None] * len(keys),
         idempotency_key=idempotency_key,
         request_digest=digest,
+        hints=told,
         free_only=asked.free_only,
     )
-    transfer.hints = hints(transfer.id, keys, planned.first)
     if asked.dry_run:
         transfer.state = TransferState.PLANNED
         transfer.outcomes = [e.outcome for e in planned.expected]
