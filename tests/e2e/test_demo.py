@@ -24,7 +24,7 @@ from kvstrata_adapters.demo.report import print_story
 from kvstrata_adapters.demo.story import Check, Phase, Story
 from kvstrata_adapters.engines.numpy_decoder import GenerateResult
 
-pytestmark = pytest.mark.timeout(170)
+pytestmark = pytest.mark.timeout(240)
 
 SMALL = ["--conversations=3", "--turns=2", "--answer=2"]
 
@@ -102,7 +102,7 @@ def test_interrupted_it_ends_what_it_started(folder: Path) -> None:
     demo = start(folder, *SMALL)
     try:
         sockets = f"{folder}/kvstrata-demo-"
-        assert until(lambda: len(mentioning(sockets)) >= 3, 60), "it started no nodes"
+        assert until(lambda: len(mentioning(sockets)) >= 3, 120), "it started no nodes"
         demo.send_signal(signal.SIGINT)
         _, err = demo.communicate(timeout=60)
     finally:
@@ -124,11 +124,11 @@ def test_killed_its_processes_end_by_themselves(folder: Path) -> None:
         }
         return len(started) == 3
 
-    assert until(all_three, 60), "it started no server and two nodes"
+    assert until(all_three, 120), "it started no server and two nodes"
     demo.kill()
     demo.communicate()
     try:
-        assert until(lambda: mentioning(str(folder)) == [], 30)
+        assert until(lambda: mentioning(str(folder)) == [], 60)
     finally:
         for pid in started:
             with contextlib.suppress(ProcessLookupError):

@@ -311,7 +311,11 @@ async def test_what_could_not_be_loaded_again_is_tried_until_it_is(postgres_addr
             assert (await second.http.get("/readyz")).status_code == 503
         monkeypatch.setattr(second.state.database, "stream", stream)
         await follower.read()
-        assert (await second.http.get("/readyz")).status_code == 200
+
+        async def ready() -> bool:
+            return (await second.http.get("/readyz")).status_code == 200
+
+        await until(ready, 30)  # its own loop may have failed meanwhile, too, and pause
         await second.control.heartbeat("a", beat())
         assert await held(second.control, keys(0)) == {"a": {"host": 1}}
 
