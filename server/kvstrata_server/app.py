@@ -26,7 +26,7 @@ from kvstrata_server import openapi, problems
 from kvstrata_server.access.auth import Gate, authorize
 from kvstrata_server.access.body_limit import BodyLimit
 from kvstrata_server.access.no_nul import NoNul
-from kvstrata_server.clock import Clock, steady_clock
+from kvstrata_server.clock import Clock, SteadyClock
 from kvstrata_server.metrics import Timing
 from kvstrata_server.plane import ControlState
 from kvstrata_server.routes import (
@@ -59,7 +59,7 @@ def create_app(settings: ServerSettings, clock: Clock | None = None) -> FastAPI:
     that can't work; the lifespan does on an address that others can reach without a token.
     """
     _check_tls(settings)
-    state = ControlState(settings, clock or steady_clock())
+    state = ControlState(settings, clock or SteadyClock())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

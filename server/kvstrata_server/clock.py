@@ -5,15 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["Clock", "steady_clock"]
+__all__ = ["Clock", "SteadyClock"]
 
 Clock = Callable[[], float]
 
 
-def steady_clock() -> Clock:
-    """Starts at the wall clock and never jumps: heartbeats and deadlines survive a time step.
+class SteadyClock:
+    """Starts at the wall clock and never goes back: heartbeats and deadlines survive a time step.
 
-    It reads as seconds since the epoch so that deadlines in SQL mean something after a restart.
+    It reads as seconds since the epoch so that deadlines in SQL mean something after a restart,
+    and to other servers.
     """
-    offset = time.time() - time.monotonic()
-    return lambda: offset + time.monotonic()
+
+    def __init__(
+        self, wall: Clock = time.time, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._monotonic = monotonic
+        self._offset = wall() - monotonic()
+
+    def __call__(self) -> float:
+        return self._offset + self._monotonic()
+
+    def correct(self, seconds: float) -> None:
+        """Read so much later (or earlier: only as long as nobody has gone by it)."""
+        self._offset += seconds

@@ -34,6 +34,7 @@ from kvstrata_server.scheduling.evictions import Evictions
 from kvstrata_server.scheduling.transfers import Scheduler
 from kvstrata_server.scheduling.turns import Turns
 from kvstrata_server.sql.changes import TrimLog
+from kvstrata_server.sql.common_clock import CommonClock
 from kvstrata_server.sql.database import Database
 from kvstrata_server.sql.writer import Writer
 from kvstrata_server.tenancy.admission import Admission
@@ -63,6 +64,7 @@ class ControlState:
         self.tokens = Tokens(self.database, clock, settings.token)
         self.rate = RateLimit(settings.rate_limit, 2 * settings.rate_limit, clock)
         self.writer = Writer(self.database)
+        self.time = CommonClock(self.database, clock)
         name = secrets.token_hex(8)
         log_as = name if self.database.shared else ""
         self.index = PlacementIndex(shared_ids=self.database.shared)
@@ -150,6 +152,7 @@ class ControlState:
         """Raises `ConfigError` if the database can't be used, or anybody could use this server."""
         try:
             await self.database.migrate()
+            await self.time.begin()
             await self.tokens.refresh()
             self._check_exposure()
             await self.quotas.load()
@@ -169,6 +172,7 @@ class ControlState:
         self._tasks.start("shedding", self.shedding.run)
         if self.database.shared:
             self._tasks.start("follower", self.follower.run)
+            self._tasks.start("clock", self.time.run)
         self.ready = True
 
     def end_waits(self) -> None:
@@ -197,8 +201,10 @@ class ControlState:
             api.TaskHealth(name=name, healthy=state == "running", detail=state)
             for name, state in self._tasks.states.items()
         ]
-        if self.writer.problem:
-            tasks.append(api.TaskHealth(name="database", healthy=False, detail=self.writer.problem))
+        if problem := self.writer.problem or self.follower.problem:
+            tasks.append(api.TaskHealth(name="database", healthy=False, detail=problem))
+        if self.time.problem:
+            tasks.append(api.TaskHealth(name="time", healthy=False, detail=self.time.problem))
         well = all(task.healthy for task in tasks)
         return api.Health(
             status="ok" if well else "degraded",

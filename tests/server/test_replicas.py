@@ -13,6 +13,7 @@ from sqlalchemy import text
 from kvstrata import api
 from kvstrata.control import ControlPlane
 from kvstrata.errors import Busy, Expired, KVStrataError, Missing
+from kvstrata.testing import waiting
 from kvstrata_server.placement.following import LOG_RETENTION
 from kvstrata_server.sql.changes import TrimLog
 from kvstrata_server.sql.database import Database
@@ -39,6 +40,25 @@ async def test_what_one_is_told_the_other_answers(postgres_address):
         await first.control.deregister("a")
         await told(first, second)
         assert (await second.control.node("a")).state is api.NodeState.GONE
+
+
+async def test_a_database_that_can_not_be_read_is_seen_in_the_health(postgres_address, monkeypatch):
+    async with two(postgres_address) as (first, _):
+        read, database = first.state.database.rows, first.state.database
+
+        async def rows(select):
+            raise Busy("the database did not answer within 5 s: see /healthz")
+
+        monkeypatch.setattr(database, "rows", rows)
+        await waiting.until(lambda: first.state.health().status == "degraded")
+        (sick,) = [task for task in first.state.health().tasks if not task.healthy]
+        assert (sick.name, sick.detail) == (
+            "database",
+            "the database did not answer within 5 s: see /healthz",
+        )
+        monkeypatch.setattr(database, "rows", read)
+        await waiting.until(lambda: first.state.health().status == "ok")
+        assert first.state.health().restarts == 0
 
 
 async def test_what_is_too_much_for_one_read_is_read_in_parts(postgres_address, monkeypatch):

@@ -8,6 +8,7 @@ from sqlalchemy import func, select
 
 from kvstrata.errors import Busy
 from kvstrata.keys import make_key
+from kvstrata.testing.waiting import until
 from kvstrata_server.placement.index import PlacementIndex
 from kvstrata_server.placement.placement_writes import (
     AddPlacements,
@@ -161,6 +162,24 @@ async def test_a_database_that_goes_away_is_tried_again(postgres, postgres_addre
         await writer.flushed(10)
         assert (await database.rows(select(NodeRow.next_seq)))[0][0] == 5
         assert writer.dropped == 0
+
+
+async def test_a_write_that_gets_no_answer_is_a_problem_before_it_is_given_up(
+    tmp_path, monkeypatch
+):
+    async with writing(tmp_path) as (writer, database):
+        answer = asyncio.Event()
+
+        async def lock(_):
+            await answer.wait()
+
+        monkeypatch.setattr(database, "lock", lock)
+        monkeypatch.setattr("kvstrata_server.sql.writer._SLOW_SECONDS", 0.05)
+        writer.put(put_node())
+        await until(lambda: "no answer to a write for" in writer.problem)
+        answer.set()
+        await writer.flushed(5)
+        await until(lambda: not writer.problem)
 
 
 async def test_hits_add_up_and_old_prefixes_are_forgotten(place):

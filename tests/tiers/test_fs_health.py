@@ -428,6 +428,23 @@ def fill(hog: Path) -> None:
             file.write(bytes(4096))
 
 
+async def test_a_disk_that_our_own_chunks_fill_goes_on_taking_others(
+    on_disk: FsTier, clock: FakeClock
+) -> None:
+    """Its bound is larger than the disk: batches that come at once take each other's room."""
+    for start in range(0, 960, 160):
+        batches = [[item(start + 20 * n + i) for i in range(20)] for n in range(8)]
+        await asyncio.gather(*(on_disk.store(batch) for batch in batches))
+    await recovered(on_disk, clock)
+    kept = len(on_disk.keys())
+    assert kept > 20
+    for start in range(2000, 2100, 10):
+        stored = await on_disk.store([item(start + i) for i in range(10)])
+        assert stored == [STORED] * 10
+        assert await loads(on_disk, *range(start, start + 10)) == [True] * 10
+    assert on_disk.usage().healthy
+
+
 async def test_a_disk_that_others_fill(
     on_disk: FsTier, disk: Path, clock: FakeClock, removed: list[Key]
 ) -> None:

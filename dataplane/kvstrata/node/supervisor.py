@@ -1,7 +1,8 @@
 """Background loops that may not die in silence.
 
 Each loop is restarted with growing back-off when it fails, and its state can be read: `running`,
-`restarting: <error>`, `ended`. A node's health is made of these.
+`restarting: <error>`, `ended`. A node's health is made of these. A loop that needs five seconds to
+fail, again and again, is not well in between: it is `running` again after twice that time.
 """
 
 from __future__ import annotations
@@ -46,20 +47,28 @@ class Supervisor:
         self._tasks.clear()
 
     async def _keep(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
-        delay = self._first_delay
+        delay, now = self._first_delay, asyncio.get_running_loop().time
+        well: asyncio.TimerHandle | None = None
         while True:
-            started = asyncio.get_running_loop().time()
+            started = now()
             try:
                 await loop()
             except Exception as e:
+                if well is not None:
+                    well.cancel()
                 _log.exception("%s failed; restarting", name)
                 self.states[name] = f"restarting: {type(e).__name__}: {e}"
                 self.restarts += 1
             else:
                 self.states[name] = "ended"
                 return
-            if asyncio.get_running_loop().time() - started > self._most:
+            ran = now() - started
+            if ran > self._most:
                 delay = self._first_delay
             await self._sleep(delay)
             delay = min(2 * delay, self._most)
+            well = asyncio.get_running_loop().call_later(min(2 * ran, self._most), self._well, name)
+
+    def _well(self, name: str) -> None:
+        if name in self._tasks and not self._tasks[name].done():
             self.states[name] = "running"

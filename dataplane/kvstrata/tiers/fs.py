@@ -50,6 +50,8 @@ _log = logging.getLogger(__name__)
 # Closing waits no longer for calls that run, and opening for a mount that doesn't answer.
 _CLOSE_SECONDS = 10.0
 _OPEN_DEADLINES = 3
+# On a full disk, how often a store makes room before it says so, each time for so much more.
+_ROOM_TRIED = (1, 2, 4)
 _MISSING = Outcome.MISSING
 _KEPT = (Outcome.STORED, Outcome.PRESENT)
 
@@ -257,13 +259,17 @@ class FsTier(Tier):
     async def _try_again_if_full(
         self, call: Call, items: Sequence[Item], done: list[Done], keep: Collection[Key]
     ) -> list[Done]:
-        """What found the disk full, once more if room could be made."""
+        """What found the disk full, again as long as room can be made, each time for more: others
+        that store want it as well."""
         core = self._core
-        full = [i for i, d in enumerate(done) if d.condition is Condition.FULL]
-        if not full or call.over():
-            return done
-        wanted = sum(file_bytes(items[i].view.nbytes) for i in full)
-        if await core.make_room_on_disk(call, wanted, keep):
+        for factor in _ROOM_TRIED:
+            full = [i for i, d in enumerate(done) if d.condition is Condition.FULL]
+            if not full or call.over():
+                break
+            wanted = sum(file_bytes(items[i].view.nbytes) for i in full)
+            async with self._evicting:  # or all would give up the same chunks
+                if not await core.make_room_on_disk(call, factor * wanted, keep):
+                    break
             again = await core.writers.spread(call, core.work.store, [items[i] for i in full], LATE)
             for i, d in zip(full, again, strict=True):
                 done[i] = d

@@ -157,12 +157,22 @@ class Upkeep:
             core.forget_all()
             root.made = made
             await core.off(core.keeper, core.shared.start, None)
+        if found is Condition.FULL and await self._give_way():
+            found = None
         if found is None:
             # Before anything is stored again: a lease that ran out meanwhile leaves no room.
             error = await self.exchange()
             if error is not None:
                 found, why = condition_of(error) or Condition.IO_ERROR, str(error)
         core.health.probed(found, why)
+
+    async def _give_way(self) -> bool:
+        """The disk is full, and stores that would make room are not tried: nothing else will."""
+        core = self._core
+        call = Call(core.clock, core.clock() + core.options.stuck_after)
+        made = core.recovered and await core.make_room_on_disk(call, _PROBED_BYTES, ())
+        _end_if_cancelled(call)
+        return made
 
     def _try_mount(self) -> _Probed:
         """In a thread."""

@@ -118,6 +118,8 @@ class Follower:
     ) -> None:
         self.position = 0
         """Id of the last entry that was read."""
+        self.problem = ""
+        """Why the last attempt to read failed; empty if it didn't."""
         self._cluster = cluster
         self._reports = reports
         self._database = database
@@ -141,8 +143,17 @@ class Follower:
         self.position = (await self._database.rows(newest()))[0][0]
 
     async def run(self) -> None:
+        """For ever. A database that is away, or slow, is asked again."""
         while True:
-            if not await self.read():
+            try:
+                more = await self.read()
+            except Busy as e:
+                if not self.problem:
+                    log.warning("what other servers were told can't be read: %s", e)
+                self.problem, more = str(e), False
+            else:
+                self.problem = ""
+            if not more:
                 await asyncio.sleep(_INTERVAL)
 
     async def read(self) -> bool:

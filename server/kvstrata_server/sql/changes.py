@@ -264,6 +264,11 @@ def newest() -> Executable:
     return select(func.coalesce(func.max(ChangeRow.id), 0))
 
 
+def now_there() -> Executable:
+    """One row of one number: the database's time, in seconds since the epoch."""
+    return select(_NOW)
+
+
 def newer(position: int, limit: int) -> Executable:
     """Rows (id, server, entry, age in seconds) after a position, in order."""
     age = (_NOW - ChangeRow.time).label("age")

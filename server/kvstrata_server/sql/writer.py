@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
 """Time after which it is looked whether the database is still there, where nothing is written."""
+_SLOW_SECONDS = 5.0
+"""A batch that takes longer is no batch that is large."""
 
 
 class Writer:
@@ -44,8 +46,8 @@ class Writer:
         batch_rows: int = 50_000,
         batch_seconds: float = 60.0,
     ) -> None:
-        self.problem = ""
-        """Why the last attempt to write failed; empty if it didn't."""
+        self._problem = ""
+        self._waits_since: float | None = None
         self.lost = False
         """Whether that was because the database is no more the one that was opened."""
         self.dropped = 0
@@ -66,6 +68,15 @@ class Writer:
     @property
     def unwritten_rows(self) -> int:
         return self._rows
+
+    @property
+    def problem(self) -> str:
+        """Why the last attempt to write failed, or that this one gets no answer; empty if all is
+        well."""
+        if self._problem or self._waits_since is None:
+            return self._problem
+        waits = asyncio.get_running_loop().time() - self._waits_since
+        return "" if waits < _SLOW_SECONDS else f"no answer to a write for {waits:.0f} s"
 
     @property
     def takes(self) -> bool:
@@ -125,19 +136,22 @@ class Writer:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._filled.wait(), _LOOK_SECONDS)
             try:
+                self._waits_since = asyncio.get_running_loop().time()
                 async with asyncio.timeout(self._batch_seconds):
                     await (self.write_batch() if self._queue else self._look())
             except (SQLAlchemyError, OSError, TimeoutError) as e:
                 if not may_pass(e):
                     raise
-                self.problem = str(getattr(e, "orig", e)) or "it does not answer"
+                self._problem = str(getattr(e, "orig", e)) or "it does not answer"
                 log.warning(
                     "the database takes no writes, %d rows wait: %s", self._rows, self.problem
                 )
                 await asyncio.sleep(backoff.next())
                 continue
+            finally:
+                self._waits_since = None
             backoff.reset()
-            self.problem = ""
+            self._problem = ""
 
     async def _transaction(self, writes: Sequence[Write]) -> None:
         async with self._database.engine.begin() as connection:
@@ -151,7 +165,7 @@ class Writer:
         try:
             await self._database.require_kept()
         except OSError as e:
-            self.problem, self.lost = str(e), True
+            self._problem, self.lost = str(e), True
             raise
         self.lost = False
 
