@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -23,7 +23,7 @@ from typing import TypeVar
 import httpx
 from cluster_kit import TOKEN, Cluster
 
-from kvstrata.api import LookupRequest
+from kvstrata.api import LookupRequest, NodeState
 from kvstrata.client import Client
 from kvstrata.control import SyncControlPlane
 from kvstrata.errors import KVStrataError
@@ -193,6 +193,11 @@ class KilledCluster(Cluster):
         except httpx.TransportError:
             return False
 
+    def knows_all(self, server: str) -> bool:
+        """Where a node did not register, a server hears of it a moment later."""
+        with closing(SyncControlPlane(self.urls[server], TOKEN)) as control:
+            return all(control.node(node).state is NodeState.UP for node in NODES)
+
     def connected(self, node: str) -> bool:
         return self.status(node).tasks["control plane"] == "connected"
 
@@ -296,6 +301,8 @@ def running(cluster: KilledCluster) -> Iterator[None]:
             cluster.write(node)
         for name in cluster.commands:
             cluster.await_work(name)
+        for server in cluster.urls:
+            seldom(lambda server=server: cluster.knows_all(server))
         yield
     finally:
         cluster.control.close()
