@@ -556,13 +556,19 @@ def test_reasons_stand_below_the_table_of_the_cluster(
         heartbeat_age=0.1,
     )
     ill = well.model_copy(
-        update={"id": "ill", "healthy": False, "detail": detail, "drain": "draining"}
+        update={
+            "id": "ill",
+            "healthy": False,
+            "detail": detail,
+            "drain": "draining",
+            "version": "0.9",
+        }
     )
 
     @contextmanager
     def connect(options: object) -> Iterator[Any]:
         yield SimpleNamespace(
-            health=lambda: SimpleNamespace(status="ok"),
+            health=lambda: SimpleNamespace(status="ok", version="1.0"),
             nodes=lambda: api.NodeList(nodes=[ill, well]),
         )
 
@@ -570,6 +576,7 @@ def test_reasons_stand_below_the_table_of_the_cluster(
     assert main(["status", "--url", "http://127.0.0.1:1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"ill: {detail}" in lines
+    assert "of version 0.9: ill" in lines
     rows = [line for line in lines if line.startswith("│")]
     assert len([line for line in rows if "ill" in line]) == 1
     assert not any("full" in line for line in rows)

@@ -36,6 +36,7 @@ class SaidNode:
         self, name: str = "a", incarnation: str = "i1", stores: Sequence[str] = ()
     ) -> None:
         self.name, self.incarnation = name, incarnation
+        self.version = ""
         self.held: dict[str, dict[Key, None]] = {"host": {}, **{s: {} for s in stores}}
         self.placements = Placements()
         self.placements.enabled = True
@@ -72,6 +73,7 @@ class SaidNode:
             incarnation=self.incarnation,
             peer_address=f"tcp://{self.name}.test:7801",
             stores=[api.StoreRef(id=s, tier="fs") for s in self.held if s != "host"],
+            version=self.version,
         )
 
     def host_use(self) -> api.HostUse:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,7 @@ async def test_a_pull_brings_chunks_from_another_node(tmp_path: Path, transport:
         running(settings(tmp_path, "b", tiers=[], peers=peers)) as b,
     ):
         await asyncio.to_thread(fill)
+        assert a.controlled().registration().version == version("kvstrata")
         address = a.controlled().registration().peer_address
         assert address is not None
         pull = Pull(

@@ -73,6 +73,40 @@ async def test_heartbeats_tell_how_the_node_is(tmp_path):
         assert cluster.nodes["a"].detail == "fs: disk is full"
 
 
+async def test_the_server_knows_the_node_s_version_after_it_began_anew(tmp_path):
+    node, link = SaidNode(), Link()
+    node.version = "1.2.3"
+    for name in ("first", "second"):
+        async with app_on(tmp_path, name) as app:
+            link.app = app
+            cluster = app.state.control.cluster
+            async with reporting(node, link):
+                await until(lambda: "a" in cluster.nodes)  # noqa: B023
+                assert cluster.info(cluster.nodes["a"]).version == "1.2.3"
+                # Not kept in SQL, but said again and again.
+                cluster.nodes["a"].version = ""
+                await until(lambda: cluster.nodes["a"].version == "1.2.3")  # noqa: B023
+
+
+async def test_a_server_of_an_older_version_refuses_and_both_versions_are_said(
+    tmp_path, caplog, monkeypatch
+):
+    class LaterRegistration(api.NodeRegistration):
+        future: int
+
+    node = SaidNode()
+    node.version = "99.0"
+    said = {**node.registration().model_dump(), "future": 1}
+    monkeypatch.setattr(node, "registration", lambda: LaterRegistration(**said))
+    async with app_on(tmp_path) as app, reporting(node, Link(app)) as reporter:
+        await until(lambda: reporter.status.startswith("refused"))
+        server = app.state.control.health().version
+        wanted = f"this node's version is 99.0, the server's {server}: servers are to be upgraded"
+        assert "future" in reporter.status
+        assert wanted in reporter.status
+        assert wanted in caplog.text
+
+
 async def test_a_server_that_comes_late_finds_everything(tmp_path):
     node = SaidNode()
     link = Link()

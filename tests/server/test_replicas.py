@@ -25,13 +25,17 @@ async def ask(server, chunk):
 
 async def test_what_one_is_told_the_other_answers(postgres_address):
     async with two(postgres_address) as (first, second):
-        await join(first.control, "a", stores=("s",))
+        await first.control.register(
+            api.NodeRegistration(
+                id="a", incarnation="i1", stores=[api.StoreRef(id="s", tier="fs")], version="1.2.3"
+            )
+        )
         await first.control.report("a", report(0, host(keys(0, 1)), store("s", keys(1, 2))))
         await first.control.heartbeat("a", beat())
         await told(first, second)
         assert await held(second.control, keys(0, 1, 2)) == {"a": {"host": 2, "fs": 2}}
         info = await second.control.node("a")
-        assert (info.state, info.host) == (api.NodeState.UP, USE)
+        assert (info.state, info.host, info.version) == (api.NodeState.UP, USE, "1.2.3")
         assert (await second.control.namespaces()).namespaces[0].document["model"] == "tiny"
         await first.control.report("a", report(1, host(removed=keys(0))))
         await first.control.report("a", report(2, host(keys(7)), snapshot="only"))

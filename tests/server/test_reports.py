@@ -242,6 +242,37 @@ async def test_nodes_are_listed_in_pages_with_what_they_said(place):
         assert a.peer_address == "tcp://a.test:7801"
 
 
+async def test_two_nodes_with_one_id_are_seen(tmp_path, caplog):
+    async with running(tmp_path) as r:
+        await r.control.register(api.NodeRegistration(id="a", incarnation="i1"))
+        # A restart: nobody hears the old one again.
+        await r.control.register(api.NodeRegistration(id="a", incarnation="i2"))
+        assert (await r.control.node("a")).healthy
+        with pytest.raises(Expired):
+            await r.control.heartbeat("a", beat("i1"))
+        shown = await r.control.node("a")
+        assert not shown.healthy
+        assert "another node has this id, too" in shown.detail
+        with pytest.raises(Expired):
+            await r.control.heartbeat("a", beat("i1"))
+        assert caplog.text.count("give one another id") == 1
+        await r.control.register(api.NodeRegistration(id="a", incarnation="i1"))
+        assert not (await r.control.node("a")).healthy
+        r.clock.advance(61)
+        await r.control.heartbeat("a", beat("i1"))
+        assert (await r.control.node("a")).healthy
+
+
+async def test_a_node_of_which_the_database_knows_the_past_only_is_no_second_one(tmp_path):
+    async with running(tmp_path) as r:
+        await r.control.register(api.NodeRegistration(id="a", incarnation="i1"))
+        r.clock.advance(60)  # restored, or the old one is long dead
+        with pytest.raises(Expired):
+            await r.control.heartbeat("a", beat("i2"))
+        await r.control.register(api.NodeRegistration(id="a", incarnation="i2"))
+        assert (await r.control.node("a")).healthy
+
+
 @pytest.mark.parametrize("stores", [("s", "s"), ("host",)])
 async def test_stores_must_be_told_apart(place, stores):
     async with running(place) as r:

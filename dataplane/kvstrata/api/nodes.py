@@ -24,6 +24,9 @@ __all__ = [
 ]
 
 
+Version = Annotated[Text, Field(max_length=64)]
+
+
 class StoreRef(Request):
     """A secondary tier that a node has attached. Nodes naming the same id share one store."""
 
@@ -55,6 +58,8 @@ class NodeRegistration(Request):
     capacity_bytes: Annotated[int, Field(ge=0, le=MAX_INT), NUMBER] = 0
     stores: Annotated[list[StoreRef], Field(max_length=64)] = []
     events: Annotated[list[EventsAt], Field(max_length=64)] = []
+    version: Version = ""
+    """Of the node's kvstrata; empty: not said."""
 
 
 class RegistrationReply(Answer):
@@ -88,6 +93,8 @@ class HeartbeatRequest(Request):
     """`seq` of the node's next report: shows a server that lost the last ones that it did."""
     events: Annotated[list[EventsAt], Field(max_length=64)] | None = None
     """As registered: a server that has begun anew doesn't remember. None: as they were."""
+    version: Version = ""
+    """The same. Empty: as it was."""
     settled: Flag = False
     """It is drained, so it takes no new chunks, and has reported all that it held since it does
     not."""
@@ -119,6 +126,8 @@ class NodeInfo(Answer):
     heartbeat_age: float
     events: list[EventsAt] = []
     """Where it publishes KV events."""
+    version: str = ""
+    """Of its kvstrata, as it said; empty: not known to this server."""
     drain: DrainState | None = None
     """Of the drain in force: it can be a source, and is no target. None: there is none."""
 

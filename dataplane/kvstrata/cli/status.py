@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from kvstrata.errors import ConfigError
 from kvstrata.wire import StatusReply
 
 __all__ = ["main"]
+
+# Nodes of one version that are named.
+_NAMED = 10
 
 
 def main(argv: list[str]) -> int:
@@ -94,6 +98,19 @@ def _state(node: api.NodeInfo) -> str:
     return ", ".join(filter(None, (node.state, node.drain, "" if node.healthy else "unhealthy")))
 
 
+def _of_other_versions(nodes: Sequence[api.NodeInfo], ours: str) -> list[str]:
+    """Which nodes are of another version than the server, a line for each."""
+    others = sorted(
+        {n.version for n in nodes if n.version and n.state is api.NodeState.UP} - {ours}
+    )
+    lines = []
+    for version in others:
+        names = [n.id for n in nodes if n.version == version and n.state is api.NodeState.UP]
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        lines.append(f"of version {version}: {', '.join(names[:_NAMED])}{more}")
+    return lines
+
+
 def _cluster(options: argparse.Namespace) -> int:
     nodes: list[api.NodeInfo] = []
     with connect(options) as control:
@@ -108,7 +125,7 @@ def _cluster(options: argparse.Namespace) -> int:
         print(listed.model_dump_json(indent=2))
         return 0
     rows = table(
-        f"control plane {options.url}: {health.status}",
+        f"control plane {options.url}: {health.status}, version {health.version}",
         "node",
         "state",
         ">used",
@@ -130,6 +147,7 @@ def _cluster(options: argparse.Namespace) -> int:
             f"{node.heartbeat_age:.1f} s ago",
         )
     # Below, since a column has room for a few words.
-    rows.caption = "\n".join(f"{n.id}: {n.detail}" for n in nodes if not n.healthy and n.detail)
+    below = [f"{n.id}: {n.detail}" for n in nodes if not n.healthy and n.detail]
+    rows.caption = "\n".join(below + _of_other_versions(nodes, health.version))
     show(rows)
     return 0

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from kvstrata import wire
+from kvstrata import __version__, wire
 from kvstrata.api import NodeRegistration
 from kvstrata.config import NodeSettings, run_dir
 from kvstrata.errors import ConfigError
@@ -292,6 +292,7 @@ class Node:
             transports=[transport.name for transport in self._transports],
             capacity_bytes=self.region.size,
             events=[publisher.at for publisher in self.events],
+            version=__version__,
         )
         return Controlled(registered, self.store, self.pulls, self.health)
 

@@ -21,7 +21,7 @@ from kvstrata import api
 from kvstrata.backoff import Backoff
 from kvstrata.config import ControlSettings
 from kvstrata.control import ControlPlane
-from kvstrata.errors import Expired, KVStrataError, LinkBroken, Missing
+from kvstrata.errors import Expired, KVStrataError, LinkBroken, Malformed, Missing
 from kvstrata.node.evicting import Evicting
 from kvstrata.node.outbox import Outbox
 from kvstrata.node.pulling import Puller
@@ -73,6 +73,7 @@ class Reporter:
         self._node = ""
         self._incarnation = ""
         self._events: list[api.EventsAt] = []
+        self._version = ""
         self._beats = itertools.count()
         self._last_beat = -1
         """Number of the latest heartbeat that was answered."""
@@ -144,12 +145,13 @@ class Reporter:
             try:
                 reply = await self._control.register(registration)
             except KVStrataError as e:
-                self._phase = self._noted(self._phase, e)
+                versions = await self._versions(e, registration.version)
+                self._phase = self._noted(self._phase, e, versions)
                 self._outbox.collect()  # what piles up at the node has no bound, here it has
                 await self._sleep(backoff.next())
                 continue
             self._node, self._incarnation = registration.id, registration.incarnation
-            self._events = registration.events
+            self._events, self._version = registration.events, registration.version
             self._outbox.registered(reply.next_seq)
             self._heartbeat_interval = min(self._heartbeat_interval, reply.heartbeat_ttl / 3)
             self._troubles.clear()
@@ -180,7 +182,8 @@ class Reporter:
                 delay = 5 * self._heartbeat_interval
                 raise _Unknown(str(e), delay, logging.WARNING) from e
             except KVStrataError as e:
-                self._troubles[name] = self._noted(self._troubles.get(name, ""), e)
+                versions = await self._versions(e, self._version)
+                self._troubles[name] = self._noted(self._troubles.get(name, ""), e, versions)
                 await self._rest(backoff.next(), e)
             except Exception as e:
                 _log.exception("reporting failed; it starts again")
@@ -214,10 +217,25 @@ class Reporter:
     async def _until_back(self) -> None:
         await self._back.wait()
 
+    async def _versions(self, error: KVStrataError, ours: str) -> str:
+        """What a message that the server finds malformed may be for: it is of another version."""
+        if not isinstance(error, Malformed):
+            return ""
+        try:
+            theirs = (await self._control.health()).version
+        except KVStrataError:
+            theirs = "unknown"
+        if theirs == ours:
+            return ""
+        return (
+            f" (this node's version is {ours}, the server's {theirs}: "
+            "servers are to be upgraded before nodes)"
+        )
+
     @staticmethod
-    def _noted(before: str, error: KVStrataError) -> str:
+    def _noted(before: str, error: KVStrataError, hint: str) -> str:
         """What is wrong, in words; logged where that is news."""
-        status = f"{_UNREACHABLE if isinstance(error, LinkBroken) else 'refused'}: {error}"
+        status = f"{_UNREACHABLE if isinstance(error, LinkBroken) else 'refused'}: {error}{hint}"
         if status != before:
             _log.warning("control plane %s", status)
         return status
@@ -260,6 +278,7 @@ class Reporter:
                 ailing=list(self._reported.ailing()),
                 next_seq=self._outbox.next_seq,
                 events=self._events,
+                version=self._version,
                 settled=self._settled_at is not None
                 and self._outbox.has_reported(self._settled_at),
             ),

@@ -33,6 +33,7 @@ def _node(state: api.NodeState, age: float) -> api.NodeInfo:
         detail="",
         heartbeat_age=age,
         events=[_EVENTS],
+        version="0.1.0",
     )
 
 
@@ -46,6 +47,7 @@ EXAMPLES = {
             capacity_bytes=64 << 30,
             stores=[_STORE],
             events=[_EVENTS],
+            version="0.1.0",
         ),
         api.RegistrationReply(node=SOURCE, incarnation=INCARNATION, heartbeat_ttl=10.0),
     ),

@@ -11,6 +11,7 @@ Where several servers share a database, what one of them is told is logged for t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +39,12 @@ __all__ = ["Cluster", "Node", "digests_of", "keys_of"]
 
 RESERVED = frozenset({"any", "own"})
 """Sources of transfers that are no single node."""
+# How long it is shown that two nodes have one id: they take it from each other in turns, and each
+# tries again well within that.
+_CONTESTED = 60.0
+_TWO_OF_IT = "another node has this id, too, and takes its place in turns: give one another id"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -61,6 +68,7 @@ class Node:
     ailing: Sequence[str] = ()
     """Stores that are in trouble there."""
     events: Sequence[api.EventsAt] = ()
+    version: str = ""
     snapshot_wanted: bool = False
     staged: dict[LocationId, list[KeyBatch]] | None = None
     """Parts of a snapshot that is not complete."""
@@ -72,6 +80,8 @@ class Node:
     """Of the drain in force."""
     ahead: tuple[int, float] | None = None
     """The node's count when it was found to be ahead of this server's, and when that was."""
+    rival_heard: float | None = None
+    """When another node spoke in its name, last."""
 
 
 class Cluster:
@@ -136,11 +146,29 @@ class Cluster:
         """Raises `Expired` if this is not the incarnation that registered last."""
         node = self.require(node_id)
         if node.incarnation != incarnation:
+            self._contested(node, incarnation)
             raise Expired(
                 f"node {node_id!r} is registered as incarnation {node.incarnation!r}, and "
                 f"{incarnation!r} is not it: register again, or give one of two nodes another id"
             )
         return node
+
+    def _contested(self, node: Node, incarnation: str) -> None:
+        """Another incarnation spoke than the one that registered last. Where that one is up, too,
+        they are two nodes; else it may be its past, or the database's."""
+        if self.state(node) is not api.NodeState.UP:
+            return
+        if not self._is_contested(node):
+            log.warning(
+                "node %r: incarnations %r and %r call themselves that: give one another id",
+                node.id,
+                node.incarnation,
+                incarnation,
+            )
+        node.rival_heard = self._clock()
+
+    def _is_contested(self, node: Node) -> bool:
+        return node.rival_heard is not None and self._clock() - node.rival_heard < _CONTESTED
 
     @property
     def ttl(self) -> float:
@@ -171,6 +199,7 @@ class Cluster:
 
     def info(self, node: Node) -> api.NodeInfo:
         host = node.host or api.HostUse(used_bytes=0, capacity_bytes=node.capacity_bytes, chunks=0)
+        contested = _TWO_OF_IT if self._is_contested(node) else ""
         return api.NodeInfo(
             id=node.id,
             incarnation=node.incarnation,
@@ -179,10 +208,11 @@ class Cluster:
             transports=list(node.transports),
             host=host,
             stores=[api.StoreRef(id=store, tier=tier) for store, tier in node.stores.items()],
-            healthy=node.healthy,
-            detail=node.detail,
+            healthy=node.healthy and not contested,
+            detail="; ".join(filter(None, (contested, node.detail))),
             heartbeat_age=self.age(node),
             events=list(node.events),
+            version=node.version,
             drain=node.drain,
         )
 
@@ -206,6 +236,7 @@ class Cluster:
             asked.transports,
             asked.capacity_bytes,
             stores,
+            asked.version,
         )
         writes = self.enroll(entry)
         node = self.nodes[asked.id]
@@ -242,6 +273,7 @@ class Cluster:
         node.gone, node.healthy, node.detail, node.ailing = False, True, "", ()
         node.registered = entry.registered
         node.stores = dict(entry.stores)
+        node.version = entry.version
         return [*voided, self._row(node), *self.places.attach(node.id, node.stores)]
 
     def deregister(self, node_id: str, incarnation: str | None) -> Node:

@@ -64,6 +64,7 @@ class Reports:
         node.ailing = beat.ailing
         if beat.events is not None:
             node.events = beat.events
+        node.version = beat.version or node.version
         if beat.next_seq is not None and self._lost(node, beat.next_seq):
             node.staged, node.snapshot_wanted = None, True
         return api.HeartbeatReply(snapshot_wanted=node.snapshot_wanted)

@@ -62,6 +62,7 @@ class Registered(msgspec.Struct, frozen=True, tag="registered"):
     transports: list[str]
     capacity_bytes: int
     stores: dict[str, str]
+    version: str = ""
 
 
 class Left(msgspec.Struct, frozen=True, tag="left"):
