@@ -21,7 +21,6 @@ from kvstrata.tiers.obj import ObjTier
 class ObjTierTests(TierTests):
     server: ClassVar[str]
     keeps_heads = True
-    races_lose = True
     damages = tuple(Damage)
 
     @pytest.fixture(autouse=True)

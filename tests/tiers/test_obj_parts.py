@@ -17,7 +17,8 @@ from kvstrata.keys import Key, make_key
 from kvstrata.testing import FakeClock
 from kvstrata.testing.waiting import until
 from kvstrata.tiers.base import Item
-from kvstrata.tiers.calls import Call
+from kvstrata.tiers.calls import Call, Calls
+from kvstrata.tiers.drops import Drops
 from kvstrata.tiers.obj_conditions import Condition, Fault
 from kvstrata.tiers.obj_format import Header, Names, StoreIdentity
 from kvstrata.tiers.obj_health import Health
@@ -313,7 +314,8 @@ async def test_a_probe_that_meets_a_bug_tries_again() -> None:
 
 
 def an_index(clock: FakeClock, exclusive: bool = False) -> Index:
-    return Index(clock, known_for=600.0, missing_for=10.0, exclusive=exclusive)
+    drops = Drops(Calls("obj", clock, 30.0))
+    return Index(clock, known_for=600.0, missing_for=10.0, exclusive=exclusive, drops=drops)
 
 
 def test_knowledge_ends() -> None:

@@ -10,6 +10,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +28,7 @@ from kvstrata.testing.tiers import aligned, payload
 from kvstrata.testing.waiting import until
 from kvstrata.tiers.base import Item, Outcome, TierContext
 from kvstrata.tiers.obj import ObjTier
+from kvstrata.tiers.obj_conditions import Condition, Fault
 from kvstrata.tiers.obj_format import Header, Names
 
 SIZE = 5000
@@ -381,13 +383,52 @@ async def test_a_store_waits_for_an_eviction_no_longer_than_it_may(s3: S3, opene
     assert await tier.store(items(1)) == [STORED]
 
 
+async def test_a_chunk_evicted_while_it_is_stored_is_not_acknowledged(
+    s3: S3, opened: Open, removed: list[Key]
+) -> None:
+    tier = await opened(s3)
+    real, written, go_on = tier._chunks.store, threading.Event(), threading.Event()
+
+    async def slow(*args: Any) -> bool:
+        was_new: bool = await real(*args)
+        written.set()
+        await asyncio.to_thread(go_on.wait, 30)
+        return was_new
+
+    tier._chunks.store = slow
+    store = asyncio.ensure_future(tier.store(items(1)))
+    assert await asyncio.to_thread(written.wait, 30)
+    assert await tier.evict([key(1)]) == [True]
+    assert removed == [key(1)]
+    go_on.set()
+    assert await store == [FAILED]
+    assert tier.keys() == []
+    assert await tier.lookup([key(1)]) == [False]
+    assert await tier.store(items(1)) == [STORED]
+
+
+async def test_what_may_have_been_deleted_is_asked_for(s3: S3, opened: Open) -> None:
+    tier = await opened(s3)
+    await tier.store(items(1, 2))
+    real = tier._chunks.remove
+
+    async def lost(*args: Any) -> list[bool]:
+        await real(*args)
+        raise Fault(Condition.TIMEOUT, "no answer")
+
+    tier._chunks.remove = lost
+    assert await tier.evict([key(1)]) == [False]
+    await until(lambda: tier.usage().healthy)
+    assert await tier.lookup([key(1), key(2)]) == [False, True]
+
+
 async def test_a_call_that_was_stopped_begins_nothing(s3: S3, opened: Open) -> None:
     """Else closing would wait for what a hung store is still asked after it was cut."""
     tier = await opened(s3)
     await tier.store(items(1))
     with tier._calls.running(None) as call:
         call.stopped = True
-        assert await tier._remove(call, [key(1)]) == {}
+        assert await tier._known.remove(call, [key(1)]) == {}
     assert await load(tier, 1) == [LOADED]
 
 

@@ -64,9 +64,6 @@ class TierHooks:
     takes_shorter: ClassVar[bool] = True
     """Whether loads honour `Item.exact`; wrappers that compress need it."""
     keeps_heads: ClassVar[bool] = False
-    races_lose: ClassVar[bool] = False
-    """Whether a chunk stored and evicted at one time may be believed to be there when it is not,
-    until it is loaded: a medium without a lock of ours, where both are requests to a server."""
     """Whether a bounded one is known to evict the tail of a chain before its head."""
     damages: ClassVar[Sequence[Damage]] = (Damage.FLIP, Damage.TRUNCATE, Damage.SWAP)
     """Kinds of damage that `damage` can do; the more the better."""

@@ -130,13 +130,6 @@ class TimeTests(TierHooks):
         assert tier.usage().chunks == len(held)
         assert await tier.lookup(keys) == [key in held for key in keys]
         there = [item for item in items if item.key in held]
-        if self.races_lose:
-            outcomes = await tier.load(blank := self.blank(there))
-            assert set(outcomes) <= {LOADED, MISSING}
-            self.check_bytes(blank, outcomes)
-            there = [i for i, o in zip(there, outcomes, strict=True) if o is LOADED]
-            held = {item.key for item in there}
-            assert await tier.lookup(keys) == [key in held for key in keys]
         await self.check_loads(tier, there)
         assert set(keys) - held <= set(removed), "dropped without a word"
 

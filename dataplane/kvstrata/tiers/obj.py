@@ -17,7 +17,7 @@ import contextlib
 import importlib.util
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvstrata.backoff import Backoff
@@ -31,7 +31,7 @@ from kvstrata.tiers.obj_client import ObjectClient
 from kvstrata.tiers.obj_conditions import Condition, Fault, Unsupported
 from kvstrata.tiers.obj_health import Health
 from kvstrata.tiers.obj_identity import Confirming, identify
-from kvstrata.tiers.obj_index import Index
+from kvstrata.tiers.obj_known import Known
 from kvstrata.tiers.obj_listing import Listing
 from kvstrata.tiers.obj_options import ObjOptions
 from kvstrata.tiers.obj_pace import Retry
@@ -68,21 +68,19 @@ class ObjTier(Tier):
         self._retry = Retry(options.attempts)
         self._chunks = ChunkObjects(client, self._retry, options)
         self._calls = Calls(self.name, context.clock, options.deadline)
-        self._index = Index(
-            context.clock, options.known_for, options.missing_for, options.exclusive
-        )
         self._health = Health(self._probe_store, Backoff(options.cool_off, 30 * options.cool_off))
         self._batches = Batches(thread, self._chunks, options)
+        self._known = Known(self.name, options, context, self._calls, self._batches, self._health)
+        self._index = self._known.index
         self._listing = Listing(
             self._index,
             self._chunks,
             self._batches,
             self._aside,
-            self._announce,
+            self._known.announce,
             self._health.failed,
             self._confirm,
         )
-        self._claimed = 0  # bytes, by stores that have not settled
         self._evicting = asyncio.Lock()
         self._described: set[bytes] = set()
         self._confirming = Confirming(
@@ -90,13 +88,6 @@ class ObjTier(Tier):
         )
         self._background: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._counters = dict.fromkeys(
-            (
-                *("stored", "loaded", "evicted", "corrupt", "errors"),
-                *("store_bytes", "load_bytes", "orphans"),
-            ),
-            0,
-        )
 
     @classmethod
     async def open(cls, options: dict[str, Any], context: TierContext) -> ObjTier:
@@ -132,7 +123,7 @@ class ObjTier(Tier):
                 return [False] * len(keys)
             there = {key: self._index.there(key) for key in dict.fromkeys(keys)}
             unknown = [key for key, known in there.items() if known is None]
-            for key, d in zip(unknown, await self._ask(call, unknown), strict=True):
+            for key, d in zip(unknown, await self._known.ask(call, unknown), strict=True):
                 there[key] = d.outcome is Outcome.PRESENT and key in self._index
             return [bool(there[key]) for key in keys]
 
@@ -144,11 +135,14 @@ class ObjTier(Tier):
             for i, item in enumerate(batch):
                 first.setdefault(item.key, i)
             self._index.learn(batch)
+            mark = self._known.drops.mark()
             there = {key: self._index.there(key) for key in first}
             outcomes = dict.fromkeys(first, Outcome.PRESENT)
             self._index.touch([key for key, known in there.items() if known])
             new = [batch[i] for key, i in first.items() if not there[key]]
             outcomes |= await self._store_new(call, new)
+            sizes = {key: batch[i].view.nbytes for key, i in first.items()}
+            outcomes = await self._known.settle_store(call, sizes, outcomes, mark)
             again = outcomes | {
                 key: Outcome.PRESENT for key, o in outcomes.items() if o is Outcome.STORED
             }
@@ -165,8 +159,9 @@ class ObjTier(Tier):
             asked = [n for n, i in enumerate(batch) if self._index.there(i.key) is not False]
             items = [batch[n] for n in asked]
             known = {item.key for item in items if item.key in self._index}
+            mark = self._known.drops.mark()
             done = await self._batches.load(call, items)
-            self._settle_load(items, done, known)
+            self._known.settle_load(items, done, known, mark)
             for n, d in zip(asked, done, strict=True):
                 outcomes[n] = d.outcome
             return outcomes
@@ -176,9 +171,9 @@ class ObjTier(Tier):
             if not self._health.well:
                 return [False] * len(keys)
             unique = dict.fromkeys(keys)
-            await self._ask(call, [k for k in unique if self._index.there(k) is None])
-            removed = await self._remove(call, [key for key in unique if key in self._index])
-            self._announce(removed)
+            await self._known.ask(call, [k for k in unique if self._index.there(k) is None])
+            removed = await self._known.remove(call, [key for key in unique if key in self._index])
+            self._known.announce(removed)
             return [key in removed for key in keys]
 
     def keys(self) -> list[Key]:
@@ -199,7 +194,7 @@ class ObjTier(Tier):
             capacity_bytes=None if bound is None else int(bound),  # ByteSize has no wire form
             healthy=self._health.well,
             detail=detail,
-            counters=self._counters | self._others_counters(),
+            counters=self._known.counters | self._others_counters(),
         )
 
     def _others_counters(self) -> dict[str, int]:
@@ -234,7 +229,6 @@ class ObjTier(Tier):
     async def _store_new(self, call: Call, items: list[Item]) -> dict[Key, Outcome]:
         """Store what isn't known to be there, as far as there is room."""
         outcomes = dict.fromkeys((item.key for item in items), Outcome.NO_ROOM)
-        known = {item.key for item in items if item.key in self._index}
         admitted, claim = await self._admit(call, items)
         try:
             await self._describe(call, admitted)
@@ -242,21 +236,15 @@ class ObjTier(Tier):
                 call, [(item, self._index.there(item.key) is False) for item in admitted]
             )
         finally:
-            self._claimed -= claim
-        held = []
+            self._known.claimed -= claim
         for item, d in zip(admitted, done, strict=True):
             outcomes[item.key] = d.outcome
-            if d.outcome is Outcome.STORED or (
-                d.outcome is Outcome.PRESENT and not self._dropped_since(item.key, known)
-            ):
-                held.append((item.key, d.nbytes))
-            elif d.outcome is Outcome.FAILED and d is not LATE:
+            if d.outcome is Outcome.FAILED and d is not LATE:
                 self._index.forget(item.key)  # it may have come to be there all the same
             if d.outcome is Outcome.STORED:
-                self._counters["stored"] += 1
-                self._counters["store_bytes"] += item.view.nbytes
-        self._index.hold(held)
-        self._report(done)
+                self._known.counters["stored"] += 1
+                self._known.counters["store_bytes"] += item.view.nbytes
+        self._known.report(done)
         return outcomes
 
     async def _admit(self, call: Call, items: list[Item]) -> tuple[list[Item], int]:
@@ -273,26 +261,18 @@ class ObjTier(Tier):
             sizes = [0 if item.key in self._index else item.view.nbytes for item in items]
             # What never fits makes nothing else go.
             asked = min(sum(size for size in sizes if size <= capacity), capacity)
-            victims = self._victims(asked, keep={item.key for item in items})
-            self._announce(await self._remove(call, victims))
-            left = capacity - self._index.used_bytes - self._claimed
+            victims = self._known.victims(asked, keep={item.key for item in items})
+            self._known.announce(await self._known.remove(call, victims))
+            left = capacity - self._index.used_bytes - self._known.claimed
             admitted, claim = [], 0
             for item, size in zip(items, sizes, strict=True):
                 if claim + size <= left or not size:
                     admitted.append(item)
                     claim += size
-            self._claimed += claim
+            self._known.claimed += claim
             return admitted, claim
         finally:
             self._evicting.release()
-
-    def _victims(self, asked: int, keep: Collection[Key]) -> list[Key]:
-        """What to evict, oldest first, before `asked` more bytes are claimed."""
-        capacity = self._options.capacity
-        wanted = self._index.used_bytes + self._claimed + asked
-        if capacity is None or wanted <= capacity * self._options.high_watermark:
-            return []
-        return self._index.oldest(wanted - capacity * self._options.low_watermark, keep)
 
     async def _describe(self, call: Call, items: Sequence[Item]) -> None:
         """Write down the namespaces that come by for the first time."""
@@ -305,83 +285,9 @@ class ObjTier(Tier):
                     call, self._chunks.describe(call, digest, namespace.document)
                 )
             except KVStrataError as e:
-                self._report([Done.failed(e)])
+                self._known.report([Done.failed(e)])
             else:
                 self._described.add(digest)
-
-    # ------------------------------------------------------------ the index
-
-    async def _ask(self, call: Call, keys: Sequence[Key]) -> list[Done]:
-        """Ask the store for chunks and learn the answers."""
-        known = {key for key in keys if key in self._index}
-        done = await self._batches.probe(call, keys)
-        gone, held = [], []
-        for key, d in zip(keys, done, strict=True):
-            if d.outcome is Outcome.PRESENT and not self._dropped_since(key, known):
-                held.append((key, d.nbytes))
-            elif d.outcome is Outcome.MISSING and self._index.drop(key):
-                gone.append(key)
-        self._index.hold(held)
-        self._announce(gone)
-        self._report(done)
-        return done
-
-    def _settle_load(
-        self, items: Sequence[Item], done: Sequence[Done], known: Collection[Key]
-    ) -> None:
-        held, gone = [], []
-        for item, d in zip(items, done, strict=True):
-            if d.outcome is Outcome.LOADED:
-                if not self._dropped_since(item.key, known):
-                    held.append((item.key, d.nbytes))
-                self._counters["loaded"] += 1
-                self._counters["load_bytes"] += d.nbytes
-            elif d.outcome is Outcome.CORRUPT:
-                # Once, however many loads came upon it.
-                if self._index.drop(item.key) or item.key not in known:
-                    gone.append(item.key)
-                    self._counters["corrupt"] += 1
-            elif d.outcome is Outcome.MISSING and self._index.drop(item.key):
-                gone.append(item.key)
-        self._index.hold(held)
-        self._announce(gone)
-        self._report(done)
-
-    async def _remove(self, call: Call, keys: list[Key]) -> dict[Key, None]:
-        """Delete; those that we believed to be there, in order."""
-        done = await self._batches.remove(call, keys)
-        self._report(done)
-        removed: dict[Key, None] = {}
-        for key, d in zip(keys, done, strict=True):
-            if d.outcome is Outcome.MISSING:
-                if self._index.drop(key):
-                    removed[key] = None
-            else:
-                # What can't be deleted must not be the first victim of every store.
-                self._index.touch([key])
-        self._counters["evicted"] += len(removed)
-        return removed
-
-    def _dropped_since(self, key: Key, known: Collection[Key]) -> bool:
-        """Whether a chunk of those `known` at first, that a request saw, has been dropped since."""
-        return key in known and key not in self._index
-
-    def _announce(self, removed: Collection[Key]) -> None:
-        if removed:
-            self._context.on_removed(list(removed))
-
-    def _report(self, done: Sequence[Done]) -> None:
-        """Count errors, log the first of a batch, and judge the store's health."""
-        errors = [d for d in done if d.error]
-        if errors:
-            self._counters["errors"] += sum(d.outcome is not Outcome.CORRUPT for d in errors)
-            told = "%s tier: %d chunks, first of them: %s"
-            _log.warning(told, self.name, len(errors), errors[0].error)
-        faults = [d.fault for d in errors if d.fault is not None]
-        if any(not d.error and d is not LATE for d in done):
-            self._health.succeeded()
-        elif faults:
-            self._health.failed(faults[0])
 
     # ------------------------------------------------------------ the store as a whole
 
@@ -417,14 +323,14 @@ class ObjTier(Tier):
 
     def _forget(self) -> None:
         self._described.clear()
-        self._announce(self._index.clear())
+        self._known.announce(self._index.clear())
 
     async def _tidy(self) -> None:
         """After each listing: abort orphaned uploads, and evict what is over the bound."""
         before = self._wall() - self._options.orphans_after
         try:
             with self._aside() as call:
-                self._counters["orphans"] += await self._batches.one(
+                self._known.counters["orphans"] += await self._batches.one(
                     call, self._chunks.abort_orphans(call, before)
                 )
         except (Missing, Unsupported, Fault) as e:
@@ -432,4 +338,6 @@ class ObjTier(Tier):
         if self._options.capacity is not None:
             async with self._evicting:
                 with self._aside() as call:
-                    self._announce(await self._remove(call, self._victims(0, keep=())))
+                    self._known.announce(
+                        await self._known.remove(call, self._known.victims(0, keep=()))
+                    )

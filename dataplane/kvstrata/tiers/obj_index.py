@@ -8,6 +8,7 @@ that was there counts as there for `known_for` seconds, one that was not as miss
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from kvstrata.chains import Chains
 from kvstrata.keys import Key
 from kvstrata.tiers.base import Item
+from kvstrata.tiers.drops import Drops
 
 __all__ = ["Index", "Listed"]
 
@@ -42,9 +44,15 @@ class Index:
     """Not thread-safe: it lives on the node's event loop."""
 
     def __init__(
-        self, clock: Callable[[], float], known_for: float, missing_for: float, exclusive: bool
+        self,
+        clock: Callable[[], float],
+        known_for: float,
+        missing_for: float,
+        exclusive: bool,
+        drops: Drops,
     ) -> None:
         self._clock = clock
+        self._drops = drops
         self._known_for = known_for
         self._missing_for = missing_for
         self._exclusive = exclusive
@@ -110,6 +118,7 @@ class Index:
 
     def drop(self, key: Key, missing: bool = True) -> bool:
         """It is not in the store (or, without `missing`, nobody knows); whether it was held."""
+        self._drops.note(key)
         if self._dropped is not None:
             self._dropped.add(key)
         if missing:
@@ -126,6 +135,7 @@ class Index:
     def clear(self) -> list[Key]:
         """Nobody knows of any chunk whether it is there; those that were held."""
         held = list(self._entries)
+        self._drops.note_all()
         if self._dropped is not None:
             self._dropped.update(held)
         self._entries.clear()
@@ -136,6 +146,12 @@ class Index:
     def forget(self, key: Key) -> None:
         """That it was missing: nobody knows any more."""
         self._missing.pop(key, None)
+
+    def doubt(self, keys: Iterable[Key]) -> None:
+        """What is held of these may be gone: it has to be asked for."""
+        for key in keys:
+            if key in self._entries:
+                self._entries[key].seen = -math.inf
 
     def oldest(self, nbytes: float, keep: Collection[Key]) -> list[Key]:
         """The least used chunks, of at least that many bytes together, if there are enough."""
