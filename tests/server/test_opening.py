@@ -13,6 +13,7 @@ from sqlalchemy import make_url, text
 
 from kvstrata.config import ServerSettings
 from kvstrata.errors import ConfigError
+from kvstrata.testing.waiting import until
 from kvstrata_server.access import token_command
 from kvstrata_server.app import create_app
 from kvstrata_server.sql import database as database_module
@@ -100,6 +101,32 @@ def test_nobody_listens_there(by: str) -> None:
     assert "Does PostgreSQL run there" in said
     assert "read and write" not in said
     assert "secret" not in said
+
+
+def test_nobody_answers_there(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database_module, "_OPEN_SECONDS", 0.2)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        port = silent.getsockname()[1]
+        said = refusal(by, f"postgresql+asyncpg://u:secret@127.0.0.1:{port}/k")
+    assert "gave no answer within 0.2 s: see whether that is its address" in said
+    assert "secret" not in said
+
+
+async def test_who_waits_for_another_server_says_so(
+    postgres_address: str, by: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(database_module, "_LONG_SECONDS", 0.05)
+    first, second = Database(postgres_address), Database(postgres_address)
+    async with first.engine.begin() as connection:
+        await first.lock(connection)
+        waiting = asyncio.create_task(second.migrate())
+        await until(lambda: "waiting for another server" in caplog.text)
+        assert not waiting.done()
+    await waiting
+    await first.close()
+    await second.close()
 
 
 def test_postgresql_has_no_such_database_or_user(postgres_address: str, by: str) -> None:

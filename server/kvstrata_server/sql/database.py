@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ _STREAM_ROWS = 10_000
 _SCAN_ROWS = 50_000
 _READ_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
+_OPEN_SECONDS = 30.0
+"""For the first answer of a database."""
+_LONG_SECONDS = 5.0
 # Any number that nothing else in the database locks: "kvstrata" in ASCII.
 _LOCK = text("SELECT pg_advisory_xact_lock(7743121206571627617)")
 
@@ -116,15 +120,29 @@ class Database:
 
     async def _prepared(self, upgrade: bool) -> None:
         try:
+            async with asyncio.timeout(_OPEN_SECONDS), self.engine.connect() as connection:
+                await connection.execute(text("SELECT 1"))
+        except (DBAPIError, OSError) as e:
+            if not isinstance(e, TimeoutError):
+                raise self._closed(e) from e
+            raise ConfigError(
+                f"server.database {self.shown} gave no answer within {_OPEN_SECONDS:g} s: see "
+                "whether that is its address, and whether it hangs"
+            ) from e
+        try:
             async with self.engine.begin() as connection:
                 if upgrade:
-                    await self.lock(connection)
+                    with _told("waiting for another server that changes %s", self.shown):
+                        await self.lock(connection)
                 await connection.run_sync(partial(_prepare, self.shown, upgrade))
         except (DBAPIError, OSError) as e:
-            raise ConfigError(
-                f"server.database {self.shown} can't be opened: {getattr(e, 'orig', e)}. "
-                f"{advice(e)}"
-            ) from e
+            raise self._closed(e) from e
+
+    def _closed(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"server.database {self.shown} can't be opened: {getattr(error, 'orig', error)}. "
+            f"{advice(error)}"
+        )
 
     async def require_kept(self) -> None:
         """Raises `OSError`, with what to do, where what is written would be lost: SQLite's file
@@ -179,6 +197,16 @@ class Database:
             log.warning("the database does not answer: its connections end with this process")
         if self._file is not None:
             self._file.release()
+
+
+@contextmanager
+def _told(what: str, *about: str) -> Iterator[None]:
+    """Log it if it takes long."""
+    handle = asyncio.get_running_loop().call_later(_LONG_SECONDS, log.warning, what, *about)
+    try:
+        yield
+    finally:
+        handle.cancel()
 
 
 def may_pass(error: Exception) -> bool:
