@@ -170,6 +170,7 @@ async def test_the_deadline_ends_it_and_the_target_hears(tmp_path):
         r.clock.advance(5)
         expired = await r.control.get_transfer(made.id)
         assert (expired.state, outcomes(expired)) == (S.EXPIRED, [Outcome.CANCELLED])
+        assert expired.detail == "its deadline passed"
         assert [c.kind for c in await poll(r)] == ["cancel"]
         assert await post(r, made.id, final=True, outcomes={keys(0)[0]: "stored"}) is S.EXPIRED
 
@@ -178,10 +179,18 @@ async def test_a_silent_target_does_not_keep_a_transfer_open(tmp_path):
     async with running(tmp_path) as r:
         await pair(r)
         made = await ask(r, 0, deadline=20)
-        r.clock.advance(21)
+        assert made.detail == ""
+        r.clock.advance(11)
+        silence = "node 'b' was last heard 11 s ago"
+        assert (await r.control.get_transfer(made.id)).detail == silence
+        assert (await ask(r, 1, dry_run=True)).detail == silence
+        r.clock.advance(10)
         assert (await r.control.node("b")).state is api.NodeState.SILENT
         (summary,) = (await r.control.transfers()).transfers
         assert (summary.id, summary.state) == (made.id, S.EXPIRED)
+        assert summary.detail == (
+            "its deadline passed before its target took it; node 'b' was last heard 21 s ago"
+        )
 
 
 async def test_a_command_is_offered_again_until_it_is_taken(tmp_path):

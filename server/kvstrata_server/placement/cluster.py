@@ -187,6 +187,17 @@ class Cluster:
         seen = node.registered if node.last_seen is None else node.last_seen
         return max(0.0, self._clock() - seen)
 
+    def silence(self, node_id: str) -> str:
+        """Why nothing is to be expected of it now, in words; empty: it is up."""
+        node = self.nodes.get(node_id)
+        if node is None or node.gone:
+            return f"node {node_id!r} was taken out of service"
+        if self.state(node) is api.NodeState.UP:
+            return ""
+        if node.last_seen is None:
+            return f"node {node_id!r} was not heard since this server started"
+        return f"node {node_id!r} was last heard {self.age(node):.0f} s ago"
+
     def awaited(self) -> list[Node]:
         """Those not heard since this server started, while that may be for no other reason than
         that it did."""

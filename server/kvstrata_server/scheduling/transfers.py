@@ -182,6 +182,14 @@ class Scheduler:
         return self._shown(await self.find(transfer_id))
 
     def _shown(self, transfer: Transfer) -> Shown:
+        """With what is known of its end, where that is to come."""
+        shown = self._estimated(transfer)
+        silence = "" if transfer.ended is not None else self._cluster.silence(transfer.target)
+        if silence:
+            shown.summary.detail = "; ".join(filter(None, (silence, transfer.detail)))
+        return shown
+
+    def _estimated(self, transfer: Transfer) -> Shown:
         """With an estimate, where it has not begun."""
         if transfer.state is TransferState.PLANNED:
             nbytes, source = transfer.bytes, next((s for s in transfer.sources if s), "")
@@ -359,7 +367,12 @@ class Scheduler:
     def expire(self) -> None:
         """End what is past its deadline."""
         for transfer in self._unended.late():
-            self._end(transfer, TransferState.EXPIRED, "its deadline passed")
+            late = "its deadline passed"
+            if transfer.state is TransferState.QUEUED:
+                late += " before its target took it"
+            if silence := self._cluster.silence(transfer.target):
+                late += f"; {silence}"
+            self._end(transfer, TransferState.EXPIRED, late)
 
     def sweep(self) -> None:
         """Let go of what SQL has by now."""

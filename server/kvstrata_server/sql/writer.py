@@ -117,7 +117,9 @@ class Writer:
                     await self._advanced.wait()
         except TimeoutError:
             raise Busy(
-                f"the database did not take a write within {timeout:g} s: see /healthz"
+                f"the database did not take a write within {timeout:g} s: see /healthz. What "
+                "waits may be written still: before a change is asked for again without an "
+                "idempotency key, see whether it is done"
             ) from None
 
     async def drain(self, timeout: float) -> None:
