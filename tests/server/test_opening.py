@@ -140,22 +140,24 @@ def test_postgresql_has_no_such_database_or_user(postgres_address: str, by: str)
 
 
 def test_a_database_that_takes_no_writes(
-    migrated: str, by: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    migrated: str,
+    by: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A file that this user may only read, a standby: as those look who is root, and has none."""
+    """A file that this user may only read, as it looks to root, and PostgreSQL's standby."""
     if migrated.startswith("sqlite"):
-        prepare = database_module._set_pragmas
-
-        def read_only(busy_ms: int, connection: Any, record: object) -> None:
-            prepare(busy_ms, connection, record)
-            connection.cursor().execute("PRAGMA query_only=1")
-
-        monkeypatch.setattr(database_module, "_set_pragmas", read_only)
+        monkeypatch.chdir(tmp_path)
+        migrated = "sqlite+aiosqlite:///file:control.sqlite?mode=ro&uri=true"
+        told = "Let this user write it"
     else:
         name = make_url(migrated).database
         execute(migrated, f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+        told = "the primary, not a standby"
     said = refusal(by, migrated, "create", "x", "--role", "read")
     assert "can't be written" in said
+    assert told in said
     if by == "token":
         start(by, migrated)
         assert "Tokens" in capsys.readouterr().out

@@ -49,7 +49,9 @@ def require_writable(connection: Connection, shown: str) -> None:
     standby. Outside a transaction, or at its very start."""
     if connection.dialect.name == "sqlite":
         try:
+            # To begin is not enough: of a file that can only be read SQLite begins to read.
             connection.exec_driver_sql("BEGIN IMMEDIATE")
+            connection.exec_driver_sql("PRAGMA user_version = 0")
             connection.exec_driver_sql("ROLLBACK")
         except DBAPIError as e:
             raise ConfigError(
@@ -71,6 +73,7 @@ _SQLITE = {
     sqlite3.SQLITE_NOTADB: "It is something else: choose another file",
     sqlite3.SQLITE_CORRUPT: "It is damaged: put a copy in its place, or move it away, and nodes "
     "report anew what they hold",
+    sqlite3.SQLITE_READONLY: "Let this user write it, and the -wal and -shm beside it",
     sqlite3.SQLITE_BUSY: "Something else uses it: end that, or choose another file",
     sqlite3.SQLITE_FULL: "Make room on its file system",
     sqlite3.SQLITE_IOERR: "Its file system or disk has a fault: the kernel's log says more",
