@@ -245,8 +245,10 @@ async def test_nodes_are_listed_in_pages_with_what_they_said(place):
 async def test_two_nodes_with_one_id_are_seen(tmp_path, caplog):
     async with running(tmp_path) as r:
         await r.control.register(api.NodeRegistration(id="a", incarnation="i1"))
-        # A restart: nobody hears the old one again.
+        # A restart: nobody hears the old one again, whose long poll may still wait here.
         await r.control.register(api.NodeRegistration(id="a", incarnation="i2"))
+        with pytest.raises(Expired):
+            await r.control.commands("a", "i1", 0)
         assert (await r.control.node("a")).healthy
         with pytest.raises(Expired):
             await r.control.heartbeat("a", beat("i1"))

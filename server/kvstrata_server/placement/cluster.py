@@ -146,16 +146,19 @@ class Cluster:
         """Raises `Expired` if this is not the incarnation that registered last."""
         node = self.require(node_id)
         if node.incarnation != incarnation:
-            self._contested(node, incarnation)
             raise Expired(
                 f"node {node_id!r} is registered as incarnation {node.incarnation!r}, and "
                 f"{incarnation!r} is not it: register again, or give one of two nodes another id"
             )
         return node
 
-    def _contested(self, node: Node, incarnation: str) -> None:
-        """Another incarnation spoke than the one that registered last. Where that one is up, too,
-        they are two nodes; else it may be its past, or the database's."""
+    def note_rival(self, node_id: str, incarnation: str) -> None:
+        """A heartbeat came from this incarnation. Where another one registered last, and is up,
+        too, they are two nodes; else it may be its past, or the database's. Other requests may
+        have been waiting here when their node died."""
+        node = self.nodes.get(node_id)
+        if node is None or node.incarnation == incarnation:
+            return
         if self.state(node) is not api.NodeState.UP:
             return
         if not self._is_contested(node):

@@ -58,6 +58,7 @@ class Reports:
 
     def heartbeat(self, node_id: str, beat: api.HeartbeatRequest) -> api.HeartbeatReply:
         """Raises `Missing`, `Expired`."""
+        self._cluster.note_rival(node_id, beat.incarnation)
         node = self._cluster.require_current(node_id, beat.incarnation)
         self._cluster.hear(node)
         node.host, node.healthy, node.detail = beat.host, beat.healthy, beat.detail
