@@ -19,6 +19,7 @@ from kvstrata.client import Client
 from kvstrata.config import HostSettings, NodeSettings, TierSettings
 from kvstrata.keys import Key
 from kvstrata.node.process import Node
+from kvstrata.node.status import ailing_stores
 from kvstrata.testing.chunks import a_namespace
 from kvstrata.testing.waiting import eventually
 from kvstrata.tiers.base import Item, Outcome, Tier, TierContext
@@ -270,12 +271,12 @@ async def test_a_mount_in_trouble(
             else:
                 eventually(lambda: f"{cause} since 20" in engine.tier("disk").detail)
                 assert node.health()[1].startswith("disk: ")
-                assert node.ailing() == [node.store.guards[0].store_id]
+                assert ailing_stores(node.store.guards) == [node.store.guards[0].store_id]
             serves(engine, *range(200, 204))
         finally:
             end(disk)
         eventually(lambda: engine.tier("disk").healthy)
-        assert (node.health(), node.ailing()) == ((True, ""), [])
+        assert (node.health(), ailing_stores(node.store.guards)) == ((True, ""), [])
         before = engine.tier("disk").chunks
         serves(engine, *range(300, 304))
         eventually(lambda: engine.tier("disk").chunks >= before + 4)

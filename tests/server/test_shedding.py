@@ -39,6 +39,10 @@ async def put(r, node, seq, **chunks):
 async def look(r, seconds=1.0):
     """Some time passes, in which nodes are heard, and it is counted and acted upon."""
     r.clock.advance(seconds)
+    while (
+        r.state.database.shared and await r.state.follower.read()
+    ):  # who has not read for long asks for nothing
+        pass
     for node in r.state.cluster.up():
         beat = api.HeartbeatRequest(incarnation=node.incarnation, host=USE)
         await r.control.heartbeat(node.id, beat)

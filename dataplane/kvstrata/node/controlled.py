@@ -17,7 +17,7 @@ from kvstrata.node.reported import (
     Written,
 )
 from kvstrata.node.shedding import shed
-from kvstrata.node.status import tier_trouble
+from kvstrata.node.status import ailing_stores
 from kvstrata.node.store import Store
 from kvstrata.node.writeback import write_back
 
@@ -60,11 +60,7 @@ class Controlled:
         return self._health()
 
     def ailing(self) -> Sequence[str]:
-        return [
-            guard.store_id
-            for guard in self._store.guards
-            if guard.tier.writable and tier_trouble(guard)
-        ]
+        return ailing_stores(self._store.guards)
 
     def take_changes(self) -> Sequence[PlacementChange]:
         return self._store.placements.take()

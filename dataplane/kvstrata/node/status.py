@@ -6,6 +6,7 @@ take the answer of the node with it. What the node has found out by using it com
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvstrata.node.guard import Guard
@@ -13,7 +14,7 @@ from kvstrata.node.store import Store
 from kvstrata.tiers.base import Tier, Usage
 from kvstrata.wire import TierStatus
 
-__all__ = ["tier_statuses", "tier_trouble", "usage_of"]
+__all__ = ["ailing_stores", "tier_statuses", "tier_trouble", "usage_of"]
 
 _MOST = 1 << 63
 _MOST_DETAIL = 2000
@@ -40,6 +41,11 @@ def tier_trouble(guard: Guard) -> str:
     """What is wrong with a tier, by its node and by itself; empty: nothing. Never raises."""
     use = usage_of(guard.tier)
     return _trouble(guard, use)
+
+
+def ailing_stores(guards: Sequence[Guard]) -> list[str]:
+    """Ids of those in trouble."""
+    return [g.store_id for g in guards if g.tier.writable and tier_trouble(g)]
 
 
 def tier_statuses(store: Store) -> list[TierStatus]:

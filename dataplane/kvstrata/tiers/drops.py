@@ -24,6 +24,7 @@ class Drops:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._last: dict[Key, int] = {}
+        self._held: dict[Key, int] = {}
         self._all = self._count = 0
 
     def note(self, key: Key) -> None:
@@ -36,15 +37,25 @@ class Drops:
         self._count += 1
         self._all = self._count
 
+    def note_held(self, key: Key) -> None:
+        """It has come to be there."""
+        self._count += 1
+        self._held[key] = self._count
+
     def mark(self) -> int:
         """A moment, for `since`: when a call begins."""
         if self._calls.running_alone():
             self._last.clear()  # nobody has an older one
+            self._held.clear()
         return self._count
 
     def since(self, key: Key, mark: int) -> bool:
         """Whether what a call saw of a key since may be gone again."""
         return max(self._last.get(key, 0), self._all) > mark
+
+    def held_since(self, key: Key, mark: int) -> bool:
+        """Whether it may have come after a call looked for it in vain."""
+        return self._held.get(key, 0) > mark
 
     async def gone(
         self,
@@ -55,13 +66,16 @@ class Drops:
         """Which of the keys that a call has seen since `mark` are gone again, or may be; `there`
         has a look at those in doubt. To be acted upon at once, before anything is awaited."""
         gone: set[Key] = set()
-        doubtful = list(keys)
+        seen = dict.fromkeys(keys, mark)
         for _ in range(_LOOKS):
-            doubtful = [key for key in doubtful if self.since(key, mark)]
+            # Of all of them: while some were looked for, others may have gone.
+            doubtful = [key for key in keys if key not in gone and self.since(key, seen[key])]
             if not doubtful:
-                break
-            mark = self.mark()
-            found = list(zip(doubtful, await there(doubtful), strict=True))
-            gone.update(key for key, here in found if not here)
-            doubtful = [key for key, here in found if here]
-        return gone.union(doubtful)
+                return gone
+            now = self.mark()
+            for key, here in zip(doubtful, await there(doubtful), strict=True):
+                if here:
+                    seen[key] = now
+                else:
+                    gone.add(key)
+        return gone.union(key for key in keys if self.since(key, seen[key]))

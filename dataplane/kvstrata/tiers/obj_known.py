@@ -65,7 +65,7 @@ class Known:
         for key, d in zip(keys, done, strict=True):
             if d.outcome is Outcome.PRESENT and not self.drops.since(key, mark):
                 held.append((key, d.nbytes))
-            elif d.outcome is Outcome.MISSING and self.index.drop(key):
+            elif d.outcome is Outcome.MISSING and self._missed(key, mark):
                 gone.append(key)
         self.index.hold(held)
         self.announce(gone)
@@ -86,8 +86,17 @@ class Known:
         # Of what was known all along the index has no news.
         news = [k for k in kept if outcomes[k] is Outcome.STORED or self.index.there(k) is not True]
         self.index.hold([(key, sizes[key]) for key in news if key not in gone])
+        for key in news:
+            self.drops.note_held(key)
         # Whoever is told of the removal first must not be told then that it is there.
         return {**outcomes, **dict.fromkeys(gone, Outcome.FAILED)}
+
+    def _missed(self, key: Key, mark: int) -> bool:
+        """A call that began at `mark` did not find it: drop it; whether it was held."""
+        if self.drops.held_since(key, mark):
+            self.index.doubt([key])  # it may have looked before the store that ended first
+            return False
+        return self.index.drop(key)
 
     def settle_load(
         self, items: Sequence[Item], done: Sequence[Done], known: Collection[Key], mark: int
@@ -104,7 +113,7 @@ class Known:
                 if self.index.drop(item.key) or item.key not in known:
                     gone.append(item.key)
                     self.counters["corrupt"] += 1
-            elif d.outcome is Outcome.MISSING and self.index.drop(item.key):
+            elif d.outcome is Outcome.MISSING and self._missed(item.key, mark):
                 gone.append(item.key)
         # Removed since, or found damaged by another of this batch: not held.
         self.index.hold([(key, n) for key, n in held if not self.drops.since(key, mark)])
