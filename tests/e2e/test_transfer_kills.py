@@ -192,4 +192,4 @@ async def test_so_it_is_with_two_servers_of_one_database(
 ) -> None:
     cluster = KilledCluster(tmp_path, postgres_address, servers=2)
     victims = ["server", "server2", "server", "server2", "s1", "t1", "t2"]
-    await check(cluster, TRANSFERS // 5, victims)
+    await check(cluster, TRANSFERS // 10, victims)

@@ -128,9 +128,11 @@ class TimeTests(TierHooks):
         for key in told.keys() - held:
             assert key in removed[told[key] :], "acknowledged after it was said to be gone"
         assert tier.usage().chunks == len(held)
-        assert await tier.lookup(keys) == [key in held for key in keys]
-        there = [item for item in items if item.key in held]
-        await self.check_loads(tier, there)
+        # One that was stored anew right after its removal may be found again, where nobody believed
+        # in it any more.
+        found = await tier.lookup(keys)
+        assert all(there for key, there in zip(keys, found, strict=True) if key in held)
+        await self.check_loads(tier, [i for i, f in zip(items, found, strict=True) if f])
         assert set(keys) - held <= set(removed), "dropped without a word"
 
     async def test_parallel_evictions_of_the_same_chunks(
