@@ -30,6 +30,10 @@ class Call(Generic[R]):
     wait: float = 0.0
 
 
+def _once(idempotency_key: str | None) -> dict[str, str]:
+    return {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
+
+
 def _node(node: str, rest: str = "") -> str:
     return f"/v1/nodes/{quote(node, safe='')}{rest}"
 
@@ -110,8 +114,9 @@ class Calls:
     def create_eviction(
         request: api.EvictionRequest, idempotency_key: str | None
     ) -> Call[api.EvictionInfo]:
-        headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
-        return Call("POST", "/v1/evictions", api.EvictionInfo, request, headers=headers)
+        return Call(
+            "POST", "/v1/evictions", api.EvictionInfo, request, headers=_once(idempotency_key)
+        )
 
     @staticmethod
     def eviction(eviction: str) -> Call[api.EvictionInfo]:
@@ -129,8 +134,9 @@ class Calls:
     def create_transfer(
         request: api.TransferRequest | api.TokenTransfer, idempotency_key: str | None
     ) -> Call[api.TransferInfo]:
-        headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
-        return Call("POST", "/v1/transfers", api.TransferInfo, request, headers=headers)
+        return Call(
+            "POST", "/v1/transfers", api.TransferInfo, request, headers=_once(idempotency_key)
+        )
 
     @staticmethod
     def transfer(transfer: str) -> Call[api.TransferInfo]:

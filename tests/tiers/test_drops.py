@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvstrata.keys import Key
 from kvstrata.tiers.calls import Calls
 from kvstrata.tiers.drops import Drops
@@ -47,8 +49,6 @@ async def test_what_goes_again_and_again_counts_as_gone() -> None:
 
     assert await drops.gone([A, B], mark, there) == {A}
     assert 2 <= len(asked) <= 10
-    drops.note_all()
-    assert await drops.gone([B], mark, there) == {B} or asked[-1] == [B]
 
 
 def test_a_look_from_before_a_store_says_nothing_of_what_was_stored() -> None:
@@ -57,4 +57,21 @@ def test_a_look_from_before_a_store_says_nothing_of_what_was_stored() -> None:
     assert not drops.held_since(A, mark)
     drops.note_held(A)
     assert drops.held_since(A, mark)
+    assert not drops.held_since(A, drops.mark())
+
+
+def test_what_is_remembered_is_bounded_and_what_is_forgotten_is_in_doubt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstrata.tiers.drops._MOST", 10)
+    _, drops = under_way()
+    mark = drops.mark()
+    for n in range(25):
+        drops.note(Key(bytes([n])))
+        drops.note_held(Key(bytes([n])))
+    assert max(len(drops._last), len(drops._held)) <= 10
+    for n in range(25):
+        assert drops.since(Key(bytes([n])), mark)
+        assert drops.held_since(Key(bytes([n])), mark)
+    assert not drops.since(A, drops.mark())
     assert not drops.held_since(A, drops.mark())

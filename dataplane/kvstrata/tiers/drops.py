@@ -16,6 +16,8 @@ __all__ = ["Drops"]
 
 # At a chunk that is removed again and again while it is stored.
 _LOOKS = 4
+# Remembered, of a tier whose calls never all end; then everything counts as crossed once.
+_MOST = 65_536
 
 
 class Drops:
@@ -25,12 +27,15 @@ class Drops:
         self._calls = calls
         self._last: dict[Key, int] = {}
         self._held: dict[Key, int] = {}
-        self._all = self._count = 0
+        self._all = self._all_held = self._count = 0
 
     def note(self, key: Key) -> None:
         """It is not there any more, as far as we know."""
         self._count += 1
         self._last[key] = self._count
+        if len(self._last) > _MOST:
+            self._last.clear()
+            self._all = self._count
 
     def note_all(self) -> None:
         """Nothing is, not even what only calls under way have seen."""
@@ -41,6 +46,9 @@ class Drops:
         """It has come to be there."""
         self._count += 1
         self._held[key] = self._count
+        if len(self._held) > _MOST:
+            self._held.clear()
+            self._all_held = self._count
 
     def mark(self) -> int:
         """A moment, for `since`: when a call begins."""
@@ -55,7 +63,7 @@ class Drops:
 
     def held_since(self, key: Key, mark: int) -> bool:
         """Whether it may have come after a call looked for it in vain."""
-        return self._held.get(key, 0) > mark
+        return max(self._held.get(key, 0), self._all_held) > mark
 
     async def gone(
         self,

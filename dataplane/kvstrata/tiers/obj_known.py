@@ -85,7 +85,8 @@ class Known:
         gone = await self.drops.gone(kept, mark, there)
         # Of what was known all along the index has no news.
         news = [k for k in kept if outcomes[k] is Outcome.STORED or self.index.there(k) is not True]
-        self.index.hold([(key, sizes[key]) for key in news if key not in gone])
+        news = [key for key in news if key not in gone]
+        self.index.hold([(key, sizes[key]) for key in news])
         for key in news:
             self.drops.note_held(key)
         # Whoever is told of the removal first must not be told then that it is there.
